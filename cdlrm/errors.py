@@ -1,0 +1,38 @@
+"""Errors of the library: one class per kind of mistake, one sentence per message.
+
+A message names the value that is wrong, the bound it breaks and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class CdlrmError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class InputError(CdlrmError, ValueError):
+    """Ids, offsets, weights, dense features, labels or gradients that no kernel may see."""
+
+
+class ConfigError(CdlrmError, ValueError):
+    """A setting, flag or table description that cannot work."""
+
+
+class DataError(CdlrmError, ValueError):
+    """A file that is missing, empty, truncated, or has other columns than expected."""
+
+
+class CacheTooSmallError(CdlrmError, RuntimeError):
+    """`strict=True` and a batch has more distinct rows than the cache has slots."""
+
+
+class NonFiniteGradientError(CdlrmError, RuntimeError):
+    """A gradient holds NaN or infinity; the step that produced it was not applied."""
+
+
+class UsageError(CdlrmError, RuntimeError):
+    """A call at a moment when it cannot be right (second backward, closed module, …)."""
+
+
+class PipelineError(CdlrmError, RuntimeError):
+    """A thread of the look-ahead failed; names thread and batch, `__cause__` is the error."""
