@@ -1,0 +1,68 @@
+"""Fixtures of all tests: a hang guard around each one, and the switch for long campaigns."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DEFAULT_LIMIT_SECONDS = 120.0
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-long", action="store_true", help="also run the tests marked `long`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: a bigger campaign, run only with --run-long")
+    config.addinivalue_line("markers", "limit(seconds): hard limit of one test (default 120 s)")
+    # The guard must still be able to write when pytest has redirected stderr.
+    config.stash[_STDERR] = os.fdopen(os.dup(sys.__stderr__.fileno()), "w") if sys.__stderr__ else None
+
+
+_STDERR: pytest.StashKey = pytest.StashKey()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--run-long"):
+        return
+    skip = pytest.mark.skip(reason="a long campaign; run it with --run-long")
+    for item in items:
+        if "long" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def hang_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the whole run with all stacks when a test exceeds its limit: a hang must not wait for a person."""
+    marker = request.node.get_closest_marker("limit")
+    seconds = float(marker.args[0]) if marker else DEFAULT_LIMIT_SECONDS
+    if "long" in request.keywords:
+        seconds = 3600.0
+    stream = request.config.stash[_STDERR]
+    if stream is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(seconds, exit=True, file=stream)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def find_data_dir() -> Path | None:
+    """The folder of real data: $CDLRM_DATA, or ../shared/data beside the project."""
+    named = os.environ.get("CDLRM_DATA")
+    path = Path(named) if named else ROOT.parent / "shared" / "data"
+    return path if path.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    path = find_data_dir()
+    if path is None:
+        pytest.skip("no real data: neither $CDLRM_DATA nor ../shared/data beside the project is a folder")
+    return path

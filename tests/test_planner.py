@@ -1,0 +1,335 @@
+"""The planner against independent referees: rules 1-6, MIN(d), LRU, growth, determinism."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdlrm.errors import CacheTooSmallError
+from cdlrm.plan import MinCounter, Planner
+from reference_min import (
+    brute_force_fills,
+    distinct,
+    furthest_fills,
+    held_rows,
+    lru_fills,
+    smallest_cache,
+    window_fills,
+)
+
+FIELDS = (
+    "slots seg_slot seg_row seg_start seg_lookup fill_rows fill_slots evict_rows evict_slots batch wait_for cache_rows"
+).split()
+
+
+class Replay:
+    """Follows plans with a dictionary and asserts the rules; knows nothing of how plans are made."""
+
+    def __init__(self, depth: int, one_shard: bool) -> None:
+        self.depth = depth
+        self.one_shard = one_shard
+        self.row_of: dict[int, int] = {}
+        self.slot_of: dict[int, int] = {}
+        self.last_use: dict[int, int] = {}
+        self.history: list[list[int]] = []
+        self.cache_rows = 0
+        self.fills = 0
+        self.evicts = 0
+
+    def apply(self, plan: Any, rows: np.ndarray) -> None:
+        j = len(self.history)
+        assert plan.batch == j, "plans come in batch order"
+        assert plan.cache_rows >= self.cache_rows, "a cache never shrinks"
+        batch = distinct(rows.tolist())
+        self._evict(plan, batch, j)
+        self._fill(plan, batch)
+        self.cache_rows = plan.cache_rows
+        self.history.append(batch)
+        for row in batch:
+            self.last_use[row] = j
+        self._lookups(plan, rows)
+
+    def _evict(self, plan: Any, batch: list[int], j: int) -> None:
+        rows, slots = plan.evict_rows.tolist(), plan.evict_slots.tolist()
+        assert len(rows) == len(slots) == len(set(rows))
+        assert not set(rows) & set(batch), "a row of the batch is evicted"
+        held = {r for b in self.history[max(0, j - self.depth) :] for r in b} if self.depth else set()
+        for row, slot in zip(rows, slots, strict=True):
+            assert self.row_of.pop(slot) == row and self.slot_of.pop(row) == slot, "evicts what is not there"
+            assert self.last_use[row] <= plan.wait_for, "evicted before its last batch must have finished"
+        assert plan.wait_for < j, "waits for a batch that is not before it"
+        if not rows:
+            assert plan.wait_for == -1, "needs no victim and yet waits"
+        broken = len(held & set(rows))
+        if not broken:
+            assert plan.wait_for < max(0, j - self.depth), "waits for a batch it may overlap with"
+        elif self.one_shard:
+            need = len(held | set(batch))
+            assert need > plan.cache_rows, "a held row is evicted although the holds fit"
+            assert broken == need - plan.cache_rows, "more holds are broken than the batch needs"
+
+    def _fill(self, plan: Any, batch: list[int]) -> None:
+        rows, slots = plan.fill_rows.tolist(), plan.fill_slots.tolist()
+        assert sorted(rows) == sorted(r for r in batch if r not in self.slot_of), "fills are the missing rows"
+        assert len(slots) == len(rows) == len(set(slots))
+        for row, slot in zip(rows, slots, strict=True):
+            assert 0 <= slot < plan.cache_rows and slot not in self.row_of, "fills a slot that is taken"
+            self.row_of[slot], self.slot_of[row] = row, slot
+        self.fills += len(rows)
+        self.evicts += len(plan.evict_rows)
+
+    def _lookups(self, plan: Any, rows: np.ndarray) -> None:
+        assert plan.slots.dtype == np.int32 and plan.seg_row.dtype == np.int64
+        assert plan.slots.tolist() == [self.slot_of[r] for r in rows.tolist()]
+        seg_rows = plan.seg_row.tolist()
+        assert plan.seg_slot.tolist() == [self.slot_of[r] for r in seg_rows]
+        assert sorted(seg_rows) == sorted(set(rows.tolist())) and len(seg_rows) == len(set(seg_rows))
+        starts = plan.seg_start.tolist()
+        assert starts[0] == 0 and starts[-1] == len(rows) == len(plan.seg_lookup)
+        assert len(starts) == len(seg_rows) + 1
+        order = {row: [] for row in seg_rows}
+        for i, row in enumerate(rows.tolist()):
+            order[row].append(i)
+        for u, row in enumerate(seg_rows):
+            assert plan.seg_lookup[starts[u] : starts[u + 1]].tolist() == order[row], "segment out of lookup order"
+
+
+def drive(
+    trace: Sequence[Iterable[int]],
+    num_rows: int,
+    cache_rows: int,
+    *,
+    depth: int = 1,
+    horizon: int | None = None,
+    shards: int = 1,
+    strict: bool = False,
+    every: int = 1,
+) -> tuple[Replay, list[Any]]:
+    """Plan a whole trace: plan j sees the batches up to j + horizon.  Checks every plan."""
+    planner = Planner(num_rows, cache_rows, prefetch_depth=depth, shards=shards, strict=strict)
+    replay = Replay(depth, one_shard=shards == 1)
+    batches = [np.asarray(list(b), np.int64) for b in trace]
+    horizon = len(batches) if horizon is None else horizon
+    scanned = 0
+    plans = []
+    for j, rows in enumerate(batches):
+        while scanned < min(len(batches), j + 1 + horizon):
+            assert planner.scan(batches[scanned]) == scanned
+            scanned += 1
+        plan = planner.plan(last=j == len(batches) - 1)
+        replay.apply(plan, rows)
+        if j % every == 0:
+            planner.check()
+        plans.append(plan)
+    planner.check()
+    return replay, plans
+
+
+def random_trace(rng: np.random.Generator, rows: int, batches: int, most: int, zipf: float = 0.0) -> list[list[int]]:
+    """Batches of 0..most lookups with duplicates."""
+    weights = (np.arange(rows) + 1.0) ** -zipf
+    weights /= weights.sum()
+    return [rng.choice(rows, rng.integers(0, most + 1), p=weights).tolist() for _ in range(batches)]
+
+
+def dedupe(trace: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [distinct(b) for b in trace]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_fills_equal_brute_force(depth: int, seed: int) -> None:
+    """Point 3: fills equal an independent MIN(d), one shard, full horizon, whenever the holds fit."""
+    rng = np.random.default_rng([depth, seed])
+    for _ in range(60):
+        rows = int(rng.integers(2, 10))
+        trace = random_trace(rng, rows, int(rng.integers(1, 11)), int(rng.integers(1, 5)), float(rng.choice([0, 1.05])))
+        small = dedupe(trace)
+        slots = max(1, smallest_cache(small, depth)) + int(rng.integers(0, 4))
+        best = brute_force_fills(small, slots, depth)
+        replay, plans = drive(trace, rows, slots, depth=depth)
+        assert replay.fills == best, (trace, slots, depth)
+        assert plans[-1].cache_rows == slots, "the holds fit, nothing grows"
+        counter = MinCounter(rows, slots, depth)
+        for j, batch in enumerate(small):
+            counter.add(np.asarray(batch, np.int64), j)
+        assert int(counter.fills) == best, (trace, slots, depth)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.parametrize("zipf", [0.0, 1.05])
+def test_fills_equal_furthest_next_use_on_larger_traces(depth: int, zipf: float) -> None:
+    rng = np.random.default_rng([depth, int(100 * zipf)])
+    trace = random_trace(rng, 600, 60, 80, zipf)
+    small = dedupe(trace)
+    for factor in (1.0, 1.3, 2.0):
+        slots = int(factor * smallest_cache(small, depth))
+        best = furthest_fills(small, slots, depth)
+        assert drive(trace, 600, slots, depth=depth)[0].fills == best
+        counter = MinCounter(600, slots, depth)
+        for j, batch in enumerate(small):
+            counter.add(np.asarray(batch, np.int64), j)
+        assert int(counter.fills) == best
+
+
+@pytest.mark.parametrize("horizon", [0, 1, 2, 3, 8, 20, 100])
+@pytest.mark.parametrize("zipf", [0.0, 0.8, 1.3])
+def test_never_more_fills_than_lru(horizon: int, zipf: float) -> None:
+    """LRU acts beyond the horizon, and knowing more never costs a fill."""
+    rng = np.random.default_rng([horizon, int(10 * zipf)])
+    for depth in (0, 1, 2, 3):
+        trace = random_trace(rng, 300, 80, 30, zipf)
+        small = dedupe(trace)
+        for extra in (0, 5, 40, 120):
+            slots = smallest_cache(small, depth) + extra
+            fills = drive(trace, 300, slots, depth=depth, horizon=horizon)[0].fills
+            assert fills <= lru_fills(small, slots, depth)
+            assert fills == window_fills(small, slots, depth, horizon)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_cache_of_exactly_one_batch(depth: int) -> None:
+    rng = np.random.default_rng(depth)
+    for horizon in (0, 3, None):
+        trace = random_trace(rng, 50, 40, 12)
+        slots = max(len(set(b)) for b in trace)
+        replay, plans = drive(trace, 50, slots, depth=depth, horizon=horizon, strict=True)
+        assert plans[-1].cache_rows == slots
+        assert all(p.batch > p.wait_for for p in plans)
+        del replay
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_too_small_grows_and_stays_right(shards: int) -> None:
+    rng = np.random.default_rng(shards)
+    for depth in (0, 1, 2):
+        trace = random_trace(rng, 200, 40, 60)
+        need = max(len(set(b)) for b in trace)
+        replay, plans = drive(trace, 200, max(shards, 4), depth=depth, horizon=6, shards=shards)
+        assert plans[-1].cache_rows >= need
+        if shards == 1:
+            assert plans[-1].cache_rows == need, "grows to what is needed, no further"
+        del replay
+
+
+def test_strict_refuses_before_anything_changes() -> None:
+    planner = Planner(100, 4, prefetch_depth=1, shards=1, strict=True)
+    replay = Replay(1, one_shard=True)
+    batches = [np.array([1, 2, 3]), np.array([3, 4, 9, 9]), np.arange(10, 17)]
+    for rows in batches:
+        planner.scan(rows)
+    for rows in batches[:2]:
+        replay.apply(planner.plan(), rows)
+    for _ in range(2):  # the second try is refused in the same way: nothing was consumed
+        with pytest.raises(CacheTooSmallError, match=r"\b7\b"):
+            planner.plan(last=True)
+        planner.check()
+
+
+def test_plans_are_the_same_bytes_from_any_thread() -> None:
+    """Rule 2: ids and settings alone decide."""
+    rng = np.random.default_rng(0)
+    trace = random_trace(rng, 2000, 40, 300, 1.05)
+    results: list[list[Any]] = []
+
+    def work() -> None:
+        results.append(drive(trace, 2000, 700, depth=2, horizon=5, shards=4, every=10)[1])
+
+    work()
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for other in results[1:]:
+        for mine, theirs in zip(results[0], other, strict=True):
+            for field in FIELDS:
+                a, b = np.asarray(getattr(mine, field)), np.asarray(getattr(theirs, field))
+                assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), (mine.batch, field)
+
+
+def test_long_run_wraps_the_ring() -> None:
+    rng = np.random.default_rng(3)
+    for horizon, rows, most in ((0, 40, 10), (1, 60, 25), (7, 500, 40)):
+        trace = random_trace(rng, rows, 1500, most, 0.7)
+        small = dedupe(trace)
+        slots = smallest_cache(small, 1) + 3
+        replay, _ = drive(trace, rows, slots, depth=1, horizon=horizon, every=100)
+        assert replay.fills == window_fills(small, slots, 1, horizon)
+
+
+def test_growing_batches_grow_the_ring() -> None:
+    """A window whose batches become much larger than the first ones were."""
+    rng = np.random.default_rng(4)
+    trace = [rng.integers(0, 5000, size).tolist() for size in (1, 2, 1, 3000, 1, 4000, 0, 2, 4500, 1, 1)]
+    for shards in (1, 4):
+        drive(trace, 5000, 8, depth=2, horizon=4, shards=shards)
+
+
+def test_many_equal_ids_and_empty_batches() -> None:
+    same = np.full(65536, 7)
+    trace = [[], same.tolist(), [], [7, 8, 7], same.tolist(), []]
+    for depth in (0, 1):
+        replay, plans = drive(trace, 10, 2, depth=depth, horizon=2)
+        assert replay.fills == 2 and len(plans[1].seg_row) == 1 and len(plans[0].slots) == 0
+    drive([[], [], []], 10, 1)
+    drive([[0]], 1, 1)
+
+
+@pytest.mark.parametrize("shards", range(1, 17))
+def test_shards(shards: int) -> None:
+    rng = np.random.default_rng(shards)
+    trace = random_trace(rng, 3000, 30, 400, 0.9)
+    small = dedupe(trace)
+    slots = 2 * smallest_cache(small, 1)
+    replay, plans = drive(trace, 3000, slots, depth=1, horizon=10, shards=shards, every=3)
+    assert replay.fills >= furthest_fills(small, slots, 1) or plans[-1].cache_rows > slots
+    assert replay.fills <= 1.25 * window_fills(small, slots, 1, 10)
+
+
+def test_everything_fits_no_evictions_no_waits() -> None:
+    rng = np.random.default_rng(6)
+    trace = random_trace(rng, 100, 30, 40)
+    for horizon in (0, None):
+        replay, plans = drive(trace, 100, 100, depth=2, horizon=horizon)
+        assert replay.evicts == 0 and all(p.wait_for == -1 for p in plans)
+        assert replay.fills == len({r for b in trace for r in b})
+
+
+def test_inputs_are_not_modified() -> None:
+    rows = np.array([5, 1, 5, 2])
+    planner = Planner(10, 4)
+    planner.scan(rows)
+    plan = planner.plan()
+    assert rows.tolist() == [5, 1, 5, 2]
+    rows[:] = 0
+    assert sorted(plan.seg_row.tolist()) == [1, 2, 5]
+    assert "5" in str(plan) or "3" in str(plan)
+
+
+def test_deeper_prefetch_needs_more_slots_only() -> None:
+    """Holding more never helps: MIN(d) grows with d; with room for everything all are equal."""
+    rng = np.random.default_rng(8)
+    trace = random_trace(rng, 200, 40, 30, 0.5)
+    slots = smallest_cache(dedupe(trace), 4)
+    counts = [drive(trace, 200, slots, depth=d)[0].fills for d in range(5)]
+    assert counts == sorted(counts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+def test_campaign_against_brute_force(seed: int) -> None:
+    rng = np.random.default_rng([99, seed])
+    for _ in range(250):
+        rows = int(rng.integers(2, 12))
+        trace = random_trace(rng, rows, int(rng.integers(1, 16)), int(rng.integers(1, 6)), float(rng.choice([0, 1.3])))
+        small = dedupe(trace)
+        depth = int(rng.integers(0, 5))
+        slots = max(1, smallest_cache(small, depth)) + int(rng.integers(0, 4))
+        assert drive(trace, rows, slots, depth=depth)[0].fills == brute_force_fills(small, slots, depth)
+        assert held_rows(small, 0, depth) == set(small[0])
