@@ -1,0 +1,168 @@
+"""`MinCounter`: how many fills Belady's optimum (MIN) would have made, in one forward pass.
+
+At batch granularity a batch's rows must all be present at once, and with prefetch depth d so must
+the rows of the d batches before it.  For each use of a row, MIN keeps the row since its previous use
+if every batch in between still has room for it; kept = hit.  Accepting in order of the right end is
+optimal for intervals on one resource, and equals brute force in the tests.  (Belady 1966.)
+
+An accepted interval (p, j) takes a place in batches p+d+1 .. j-1, a suffix of the batches so far, and
+is accepted when the smallest room in that suffix, m(p+d+1), is positive.  m never decreases from one
+batch to the next, so batches with equal m form runs.  A suffix decrement lowers the difference
+between one run and the run before it; at 0 the two merge.  That is a union-find: a few operations a
+use, a few words a batch.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+NEWEST, OLDEST = 0, 1  # columns of `regs`: m of the newest run; first batch of the oldest run
+
+_jit = nb.njit(nogil=True, cache=True, error_model="numpy")
+
+
+@_jit
+def _find(parent, b):
+    """First batch of the run that holds batch `b`."""
+    mask = parent.size - 1
+    root = b
+    while parent[root & mask] != root:
+        root = parent[root & mask]
+    while parent[b & mask] != root:
+        parent[b & mask], b = root, parent[b & mask]
+    return root
+
+
+@_jit
+def _take(parent, delta, regs, lo):
+    """Keep a row over batches `lo ..`: True when each of them has room (and then less)."""
+    mask = parent.size - 1
+    if lo < regs[OLDEST]:
+        return False  # what was forgotten ended in a full batch
+    run = _find(parent, lo)
+    if run == regs[OLDEST]:
+        if delta[run & mask] == 0:
+            return False
+        delta[run & mask] -= 1
+    else:
+        delta[run & mask] -= 1
+        if delta[run & mask] == 0:
+            parent[run & mask] = _find(parent, run - 1)
+    regs[NEWEST] -= 1
+    return True
+
+
+@_jit
+def _append(parent, delta, regs, batch, room):
+    """Add `batch` with `room` places: no m before it may exceed `room`."""
+    mask = parent.size - 1
+    parent[batch & mask] = batch
+    first = batch  # of the run that `batch` ends up in
+    value = regs[NEWEST] if regs[OLDEST] < batch else np.int64(0)
+    while first > regs[OLDEST]:
+        run = _find(parent, first - 1)
+        if value < room:
+            break
+        value -= delta[run & mask]
+        parent[first & mask] = run
+        first = run
+    delta[first & mask] = room - (value if first > regs[OLDEST] else 0)
+    regs[NEWEST] = room
+
+
+@_jit
+def _add(rows, batch, capacity, depths, last_use, users, parent, delta, regs, fills):
+    deepest = depths.max()
+    umask = users.size - 1
+    for i in range(rows.size):
+        p = np.int64(last_use[rows[i]]) - 1
+        last_use[rows[i]] = batch + 1
+        if p < 0:
+            for q in range(depths.size):
+                fills[q] += 1
+            continue
+        if p >= batch - deepest:
+            users[p & umask] -= 1
+        for q in range(depths.size):
+            lo = p + depths[q] + 1
+            if lo < batch and not _take(parent[q], delta[q], regs[q], lo):
+                fills[q] += 1
+    users[batch & umask] = rows.size
+    for q in range(depths.size):
+        held = np.int64(0)
+        for b in range(max(batch - depths[q], 0), batch + 1):
+            held += users[b & umask]
+        _append(parent[q], delta[q], regs[q], batch, max(capacity - held, 0))
+
+
+@_jit
+def _forget(parent, delta, regs, batch):
+    """Drop the oldest run if it is full: nothing can be kept across it."""
+    mask = parent.size - 1
+    oldest = regs[OLDEST]
+    if oldest >= batch or delta[oldest & mask] != 0:
+        return
+    second = batch
+    run = _find(parent, batch - 1)
+    while run > oldest:
+        second = run
+        run = _find(parent, run - 1)
+    regs[OLDEST] = second
+
+
+class MinCounter:
+    """Fills that MIN(d) makes on the batches added so far, for each of the `depths`.
+
+    `num_rows` rows of the group, `cache_rows` slots (`resize` changes them from the next batch on).
+    Memory: 4 bytes a row, touched only where rows are used, and 16 bytes a batch and depth since
+    the last full batch.
+    """
+
+    def __init__(self, num_rows: int, cache_rows: int, *depths: int) -> None:
+        self.depths = np.array(depths or (0,), np.int64)
+        self.cache_rows = cache_rows
+        self.batches = 0
+        self._last_use = np.zeros(num_rows, np.int32)
+        count = self.depths.size
+        self._parent = np.zeros((count, 1024), np.int64)
+        self._delta = np.zeros((count, 1024), np.int64)
+        self._users = np.zeros(1 << int(self.depths.max() + 1).bit_length(), np.int64)
+        self._regs = np.zeros((count, 2), np.int64)
+        self._fills = np.zeros(count, np.int64)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Count the distinct `rows int64 [U]` of the next batch."""
+        self._make_room()
+        _add(
+            rows, self.batches, self.cache_rows, self.depths, self._last_use, self._users,
+            self._parent, self._delta, self._regs, self._fills,
+        )  # fmt: skip
+        self.batches += 1
+
+    def resize(self, cache_rows: int) -> None:
+        self.cache_rows = cache_rows
+
+    @property
+    def fills(self) -> int:
+        """Fills of the first of the depths."""
+        return int(self._fills[0])
+
+    def fills_at(self, depth: int) -> int:
+        return int(self._fills[int(np.flatnonzero(self.depths == depth)[0])])
+
+    def _make_room(self) -> None:
+        size = self._parent.shape[1]
+        if self.batches - int(self._regs[:, OLDEST].min()) < size - 1:
+            return
+        for q in range(self.depths.size):
+            _forget(self._parent[q], self._delta[q], self._regs[q], self.batches)
+        oldest = int(self._regs[:, OLDEST].min())
+        if self.batches - oldest < size // 2:
+            return
+        live = np.arange(oldest, self.batches)
+        for name in ("_parent", "_delta"):
+            old = getattr(self, name)
+            new = np.zeros((self.depths.size, 2 * size), np.int64)
+            new[:, live & (2 * size - 1)] = old[:, live & (size - 1)]
+            setattr(self, name, new)
