@@ -1,0 +1,1 @@
+"""Devices: one small interface (`base.Driver`), one module per device."""
