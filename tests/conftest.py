@@ -19,22 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: a bigger campaign, run only with --run-long")
+    if config.getoption("--run-long") and config.option.markexpr == "not long":  # the default of pyproject.toml
+        config.option.markexpr = ""
     config.addinivalue_line("markers", "limit(seconds): hard limit of one test (default 120 s)")
     # The guard must still be able to write when pytest has redirected stderr.
     config.stash[_STDERR] = os.fdopen(os.dup(sys.__stderr__.fileno()), "w") if sys.__stderr__ else None
 
 
 _STDERR: pytest.StashKey = pytest.StashKey()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--run-long"):
-        return
-    skip = pytest.mark.skip(reason="a long campaign; run it with --run-long")
-    for item in items:
-        if "long" in item.keywords:
-            item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from oracle import CHUNK, Oracle, chunked_row_sums, initial_table, lane_sum, philox4x32
+from reference_min import brute_force_fills, furthest_fills, lru_fills, smallest_cache, window_fills
 from torch import nn
 
 from cdlrm.optim import SGD, Adagrad, Adam, RowWiseAdagrad
-from oracle import CHUNK, Oracle, chunked_row_sums, initial_table, lane_sum, philox4x32
-from reference_min import brute_force_fills, furthest_fills, lru_fills, smallest_cache, window_fills
 
 
 def table(name: str, rows: int, dim: int, pooling: str = "sum", features: list[str] | None = None) -> SimpleNamespace:
