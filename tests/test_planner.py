@@ -67,9 +67,9 @@ class Replay:
         if not rows:
             assert plan.wait_for == -1, "needs no victim and yet waits"
         broken = len(held & set(rows))
-        if not broken:
+        if not broken and not plan.grows:  # growing replaces the arrays, so it may wait for all
             assert plan.wait_for < max(0, j - self.depth), "waits for a batch it may overlap with"
-        elif self.one_shard:
+        if broken and self.one_shard:
             need = len(held | set(batch))
             assert need > plan.cache_rows, "a held row is evicted although the holds fit"
             assert broken == need - plan.cache_rows, "more holds are broken than the batch needs"
