@@ -1,0 +1,186 @@
+"""The command line: `cdlrm train` and `cdlrm info`.
+
+Exit codes: 0 done, 1 an error of the data or the run, 2 a flag or setting that cannot be right,
+130 interrupted.  Errors are one sentence on standard error; `--debug` shows the traceback too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .config import GROUPS, TrainConfig, flag_of, suggestion
+from .errors import CdlrmError, ConfigError
+
+TRAIN_ABOUT = """\
+Train a DLRM through a look-ahead cache, evaluate it, and print a report.
+Without flags: synthetic data shaped like Criteo's click logs, and a cache of 10 % of the rows.
+"""
+TRAIN_EXAMPLES = """\
+examples:
+  cdlrm train
+  cdlrm train --data 'logs/*.orc' --cache-ratio 0.05 --test-freq 100
+  cdlrm train --data day_0.tsv --test-data day_1.tsv --table-rows 1000000 --json report.json
+  cdlrm train --learning-rate 0.05 --print-config > run.yaml && cdlrm train --config run.yaml
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one sentence, suggestions for unknown flags, and no abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} ({self.prog} --help lists what is possible).")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        found, rest = self.parse_known_args(argv)
+        if rest:
+            word = rest[0].split("=")[0]
+            known = getattr(found, "parser", self).flags()
+            self.error(f"{rest[0]!r} is not a known flag{suggestion(word, known)}")
+        return found
+
+    def flags(self) -> list[str]:
+        return list(self._option_string_actions)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except SystemExit as stop:  # argparse, after --help and --version
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted.\n")
+        return 130
+    except CdlrmError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _run(arguments: list[str]) -> int:
+    parser = build_parser()
+    found = parser.parse(arguments)
+    if "command" not in found:
+        parser.print_help()
+        return 0
+    return found.command(found)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="cdlrm",
+        description="Train large DLRM models through an exact look-ahead embedding cache.",
+        epilog="examples:\n  cdlrm train\n  cdlrm train --data 'logs/*.orc'\n  cdlrm info\n",
+    )
+    parser.add_argument("--version", action="version", version=f"cdlrm {version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_train(commands)
+    info = commands.add_parser("info", help="versions, processor, memory, GPU support")
+    info.add_argument("--json", action="store_true", help="as JSON")
+    info.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    info.set_defaults(command=run_info, parser=info)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        usage="cdlrm train [flags]",
+        help="train a DLRM and report",
+        description=TRAIN_ABOUT,
+        epilog=TRAIN_EXAMPLES,
+    )
+    train.set_defaults(command=run_train, parser=train)
+    groups = {name: train.add_argument_group(*title.partition(": ")[::2]) for name, title in GROUPS.items()}
+    for field in dataclasses.fields(TrainConfig):
+        about = field.metadata
+        text = about["help"].replace("%", "%%")
+        if field.default is not None and about["kind"] is not bool:
+            text += f" (default: {field.default})"
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+        if about["kind"] is bool:
+            options["action"] = argparse.BooleanOptionalAction
+            options["help"] += f" (default: {'yes' if field.default else 'no'})"
+        else:
+            choices = "|".join(about["choices"])
+            options["metavar"] = about["metavar"] or choices or ("N" if about["kind"] is int else "X")
+            options["nargs"] = "+" if about["many"] else None
+        groups[about["group"]].add_argument(flag_of(field.name), *about["aliases"], **options)
+    output = groups["output"]
+    output.add_argument("--config", metavar="FILE", help="settings in YAML, by the flags' names; flags win over it")
+    output.add_argument("--print-config", action="store_true", help="print all settings as YAML, and stop")
+    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def run_train(found: argparse.Namespace) -> int:
+    config = _config(found)
+    if found.print_config:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(config.to_mapping(), sort_keys=False))
+        return 0
+    if config.json is not None and not Path(config.json).resolve().parent.is_dir():
+        raise ConfigError(f"--json {config.json}: its folder does not exist; create it first.")
+    from .progress import Listener, ProgressBar
+    from .report import jsonable, render
+    from .train import train
+
+    report = train(config, ProgressBar() if config.progress else Listener())
+    sys.stdout.write(render(report) + "\n")
+    if config.json is not None:
+        text = json.dumps(jsonable(report), indent=2, allow_nan=False)
+        Path(config.json).write_text(text + "\n", encoding="utf-8")
+    return 130 if report["interrupted"] else 0
+
+
+def _config(found: argparse.Namespace) -> TrainConfig:
+    """The settings: defaults, then the YAML file, then the flags."""
+    values = read_yaml(found.config) if found.config else {}
+    values = {str(key).lstrip("-").replace("-", "_"): value for key, value in values.items()}
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    values.update({name: value for name, value in vars(found).items() if name in names})
+    return TrainConfig.from_mapping(values)
+
+
+def read_yaml(file: str) -> dict[str, Any]:
+    """A YAML mapping; raises ConfigError where the file is missing or is something else."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror or error}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file}: not YAML: {' '.join(str(error).split())}.") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {file}: expected lines of 'name: value', found a {type(values).__name__}.")
+    return values
+
+
+def run_info(found: argparse.Namespace) -> int:
+    from .machine import describe, render_info
+
+    facts = describe()
+    sys.stdout.write((json.dumps(facts, indent=2) if found.json else render_info(facts)) + "\n")
+    return 0
+
+
+def version() -> str:
+    """The installed version, or "unknown (not installed)" when run from a source tree."""
+    from .machine import package_version
+
+    return package_version("cdlrm") or "unknown (not installed)"

@@ -1,0 +1,47 @@
+"""Ctrl-C during training: the step that runs is finished, then the run ends in good order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Interrupt:
+    """A context in which the first SIGINT during a step only sets `asked`.
+
+    Outside of a step (waiting for data, evaluating), and the second time, it raises
+    KeyboardInterrupt at once.  In other threads than the main one, signals are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._in_step = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, the first SIGINT waits."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again, self.asked = self.asked, True
+        if again or not self._in_step:
+            raise KeyboardInterrupt

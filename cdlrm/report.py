@@ -1,0 +1,127 @@
+"""The closing report of a training run: one mapping, as JSON or as text for people.
+
+`build` collects it, `render` writes the text.  All times are seconds, all sizes bytes; a rate or a
+ratio that is undefined (nothing was counted) is None.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+METRICS = {
+    "auc": "AUC",
+    "log_loss": "log loss",
+    "normalized_entropy": "normalized entropy",
+    "accuracy": "accuracy",
+    "click_rate": "click rate",
+}
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far (getrusage: KiB on Linux, bytes on macOS)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def cache_section(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The collection's counters, with the ratios that people ask for."""
+    section = {key: stats[key] for key in stats if not key.startswith("seconds_")}
+    section["hit_rate_per_distinct_row"] = ratio(stats["hits"], stats["distinct"])
+    section["fills_over_min0"] = ratio(stats["fills"], stats["min0_fills"])
+    section["fills_over_mind"] = ratio(stats["fills"], stats["mind_fills"])
+    return section
+
+
+def jsonable(value: Any) -> Any:
+    """The same value with NaN and infinity as None, which JSON has no word for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return value
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as text, about forty lines."""
+    training, cache = report["training"], report["cache"]
+    title = "Training report"
+    if report["interrupted"]:
+        title += " (INTERRUPTED: stopped by the user, what was trained is kept up to the last whole step)"
+    lines = [title, "=" * len(title)]
+    lines += _metrics(report["evaluations"])
+    lines += [
+        "Training",
+        _row("steps", f"{training['steps']:,} of {training['mini_batch_size']:,} samples"),
+        _row("samples", f"{training['samples']:,} in {training['epochs']:g} epoch(s)"),
+        _row("loss, last steps", _number(training["loss"], ".5f")),
+        _row("samples/s", f"{_number(training['samples_per_second'], ',.0f')} (first step, which compiles, left out)"),
+    ]
+    if training["skipped_steps"]:
+        lines.append(_row("skipped steps", f"{training['skipped_steps']:,} with a non-finite loss or gradient"))
+    lines += _cache(cache)
+    lines += ["Time, seconds (reading, planning and copying overlap with computing)"]
+    lines += [_row(name.replace("_", " "), f"{seconds:.2f}") for name, seconds in report["seconds"].items()]
+    lines += ["Memory", _row("peak", _size(report["memory"]["peak_bytes"]))]
+    if report["data"].get("bad_rows"):
+        lines += ["Data", _row("rows left out", f"{report['data']['bad_rows']:,} malformed")]
+    if report["chosen"]:
+        lines += ["Chosen automatically", *(f"  - {sentence}" for sentence in report["chosen"])]
+    return "\n".join(lines)
+
+
+def _metrics(evaluations: list[dict[str, Any]]) -> list[str]:
+    if not evaluations:
+        return ["Metrics", "  none: --no-metrics, or no test data"]
+    shown = evaluations if len(evaluations) <= 4 else [evaluations[0], *evaluations[-3:]]
+    lines = ["Metrics".ljust(24) + "".join(f"{'step ' + format(e['step'], ','):>14}" for e in shown)]
+    for key, name in METRICS.items():
+        lines.append("  " + name.ljust(22) + "".join(f"{_number(e[key], '.5f'):>14}" for e in shown))
+    lines.append("  " + "samples".ljust(22) + "".join(f"{e['samples']:>14,}" for e in shown))
+    return lines
+
+
+def _cache(cache: Mapping[str, Any]) -> list[str]:
+    share = ratio(cache["cache_rows"], cache["table_rows"])
+    return [
+        "Cache",
+        _row("rows", f"{cache['cache_rows']:,} of {cache['table_rows']:,} ({_percent(share)})"),
+        _row("lookups", f"{cache['lookups']:,}, distinct in their batch {cache['distinct']:,}"),
+        _row("hits", f"{cache['hits']:,} ({_percent(cache['hit_rate_per_distinct_row'])} of the distinct rows)"),
+        _row("filled", f"{cache['fills']:,} rows, {_size(cache['bytes_filled'])}"),
+        _row("written back", f"{cache['evicts_written']:,} rows, {_size(cache['bytes_written'])}"),
+        _row("fills / MIN(0)", f"{_number(cache['fills_over_min0'], '.4f')} (MIN(0): the fewest that any cache moves)"),
+        _row(
+            f"fills / MIN({cache['prefetch_depth']})",
+            f"{_number(cache['fills_over_mind'], '.4f')} (the fewest with prefetch depth {cache['prefetch_depth']})",
+        ),
+    ]
+
+
+def _row(name: str, value: str) -> str:
+    return "  " + name.ljust(22) + value
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None or math.isnan(value) else format(value, form)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,305 @@
+"""The training run: data, tables, model and loop from one `TrainConfig`.
+
+`train(config)` is the whole of it and returns the report; `Trainer` is the same in steps, for those
+who want the trained model afterwards.  The tables learn inside the backward pass; the MLPs by a
+torch optimizer after it.  Listeners (progress) and metrics only look: without them the result is
+the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cdlrm
+
+from . import report as reporting
+from .config import TrainConfig, dashed
+from .data import Batch
+from .datasets import Datasets, open_datasets
+from .errors import ConfigError, NonFiniteGradientError
+from .interrupt import Interrupt
+from .machine import package_version
+from .model import DLRM
+from .optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from .progress import Listener
+
+TABLE_OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": SGD,
+    "rowwise-adagrad": RowWiseAdagrad,
+    "adagrad": Adagrad,
+    "adam": Adam,
+}
+DENSE_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+
+FIRST_EVALUATION_BATCHES = 32
+"""How much of the test data the evaluation before training sees: it only shows where things start."""
+
+
+def train(config: TrainConfig, listener: Listener | None = None) -> dict[str, Any]:
+    """Train as `config` says and return the report (see `cdlrm.report`)."""
+    with Trainer(config, listener) as trainer:
+        return trainer.run()
+
+
+class Trainer:
+    """One run: `run()` trains, evaluates and returns the report; `model` and `tables` stay usable until `close()`.
+
+    Raises ConfigError for settings that cannot work, DataError for files, InputError for bad
+    samples, NonFiniteGradientError as `nonfinite` says.  Ctrl-C ends the run after the current step.
+    """
+
+    def __init__(self, config: TrainConfig, listener: Listener | None = None) -> None:
+        self.config = config
+        self.listener = listener or Listener()
+        self.chosen: list[str] = []
+        self.data: Datasets = open_datasets(config, self.chosen)
+        self.tables = build_tables(config, self.data, self.chosen)
+        self.model = build_model(config, self.data, self.tables, self.chosen)
+        self.dense_optimizer = DENSE_OPTIMIZERS[config.dense_optimizer](
+            self.model.dense_parameters(), lr=config.learning_rate
+        )
+        self.steps = self.samples = self.skipped = 0
+        self.epochs = 0
+        self.evaluations: list[dict[str, Any]] = []
+        self.interrupted = False
+        self._interrupt = Interrupt()
+        self._seconds = dict.fromkeys(("loop", "first_step", "forward_backward", "evaluation", "read", "stall"), 0.0)
+        self._first_samples = 0
+        self._loss: float | None = None
+        self._loss_sum: Tensor | None = None
+        self._loss_samples = 0
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write the cache back and end the tables' threads."""
+        self.tables.close()
+
+    def run(self) -> dict[str, Any]:
+        """Train every epoch, evaluate, and return the report."""
+        started = time.perf_counter()
+        try:
+            with self._interrupt:
+                self.evaluate(limit=FIRST_EVALUATION_BATCHES)
+                self.listener.start(self._total_samples())
+                for epoch in range(self.config.nepochs):
+                    self._epoch(epoch)
+                    if self._interrupt.asked:
+                        break
+                else:
+                    self.evaluate()
+        except KeyboardInterrupt:
+            self._interrupt.asked = True
+        finally:
+            self.listener.close()
+        self.interrupted = self._interrupt.asked
+        self.tables.flush()
+        return self._report(time.perf_counter() - started)
+
+    def evaluate(self, limit: int | None = None) -> dict[str, Any] | None:
+        """Metrics on the test data (its first `limit` batches); None without test data or with `--no-metrics`."""
+        if not self.config.metrics or self.data.test is None:
+            return None
+        from .metrics import ClickMetrics
+
+        started = time.perf_counter()
+        metrics = ClickMetrics()
+        with torch.no_grad():
+            for position, batch in enumerate(self.data.test):
+                if position == limit:
+                    break
+                metrics.update(self.model(batch.dense, batch), batch.labels)
+        evaluation = {"step": self.steps, **metrics.compute()}
+        self.evaluations.append(evaluation)
+        self._seconds["evaluation"] += time.perf_counter() - started
+        self.listener.evaluated(evaluation)
+        return evaluation
+
+    def _total_samples(self) -> int | None:
+        per_epoch = self.data.train_samples
+        return None if per_epoch is None else per_epoch * self.config.nepochs
+
+    def _epoch(self, epoch: int) -> None:
+        config, started, evaluated = self.config, time.perf_counter(), self._seconds["evaluation"]
+        self.data.train.set_epoch(epoch)
+        batches = cdlrm.lookahead(
+            self.model, self.data.train, horizon=config.horizon, prefetch_depth=config.prefetch_depth
+        )
+        try:
+            for batch in batches:
+                with self._interrupt.step():
+                    self._train_batch(epoch, batch)
+                if self.steps == 1:
+                    self._first_samples, self._seconds["first_step"] = self.samples, time.perf_counter() - started
+                if self.steps % config.print_freq == 0:
+                    self._figures(batches.stats(), time.perf_counter() - started)
+                if config.test_freq and self.steps % config.test_freq == 0:
+                    self.evaluate()
+                if self._interrupt.asked:
+                    return
+            self.epochs = epoch + 1
+        finally:
+            batches.close()
+            ahead = batches.stats()
+            self._seconds["read"] += ahead["seconds_read"]
+            self._seconds["stall"] += ahead["seconds_stall"]
+            evaluating = self._seconds["evaluation"] - evaluated
+            self._seconds["loop"] += time.perf_counter() - started - evaluating
+
+    def _train_batch(self, epoch: int, batch: Batch) -> None:
+        started = time.perf_counter()
+        try:
+            self._step(batch)
+        except NonFiniteGradientError as error:
+            raise NonFiniteGradientError(f"batch {batch.index} of epoch {epoch}: {error}") from error
+        self.steps += 1
+        self.samples += batch.size
+        self._seconds["forward_backward"] += time.perf_counter() - started
+        self.listener.step(batch.size)
+
+    def _step(self, batch: Batch) -> None:
+        """Forward, loss, backward (which updates the tables), then the MLPs' update."""
+        logits = self.model(batch.dense, batch)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        if not self._finite("loss", loss):
+            return
+        self.dense_optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        gradients = [p.grad for p in self.model.dense_parameters() if p.grad is not None]
+        if not self._finite("gradient of the MLPs", torch.nn.utils.get_total_norm(gradients)):
+            return
+        self.dense_optimizer.step()
+        part = loss.detach() * batch.size
+        self._loss_sum = part if self._loss_sum is None else self._loss_sum + part
+        self._loss_samples += batch.size
+
+    def _finite(self, what: str, value: Tensor) -> bool:
+        """Whether `value` is finite; otherwise the step is skipped and counted, or the run stops."""
+        if bool(torch.isfinite(value)):
+            return True
+        if self.config.nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"the {what} is {float(value)}; lower --learning-rate, or use --nonfinite skip to leave such steps out."
+            )
+        self.skipped += 1
+        return False
+
+    def _take_loss(self) -> None:
+        """Mean loss of the steps since the last call: the only place that waits for its value."""
+        if self._loss_sum is not None and self._loss_samples:
+            self._loss = float(self._loss_sum) / self._loss_samples
+        self._loss_sum, self._loss_samples = None, 0
+
+    def _figures(self, ahead: dict[str, Any], seconds: float) -> None:
+        self._take_loss()
+        stats = self.tables.stats()
+        self.listener.figures(
+            {
+                "loss": self._loss,
+                "hit_rate": reporting.ratio(stats["hits"], stats["distinct"]),
+                "stall_share": reporting.ratio(ahead["seconds_stall"], seconds),
+            }
+        )
+
+    def _samples_per_second(self) -> float | None:
+        """Of all steps but the first, in which kernels are compiled; reading and waiting count, evaluation does not."""
+        seconds = self._seconds["loop"] - self._seconds["first_step"]
+        return reporting.ratio(self.samples - self._first_samples, seconds)
+
+    def _report(self, seconds_total: float) -> dict[str, Any]:
+        self._take_loss()
+        stats = self.tables.stats()
+        measured = self._seconds
+        return {
+            "cdlrm": package_version("cdlrm"),
+            "interrupted": self.interrupted,
+            "evaluations": self.evaluations,
+            "training": {
+                "steps": self.steps,
+                "epochs": self.epochs,
+                "samples": self.samples,
+                "mini_batch_size": self.config.mini_batch_size,
+                "loss": self._loss,
+                "samples_per_second": self._samples_per_second(),
+                "skipped_steps": self.skipped + stats["skipped_steps"],
+            },
+            "cache": reporting.cache_section(stats),
+            "seconds": {
+                "total": seconds_total,
+                "read": measured["read"],
+                "plan": stats["seconds_plan"],
+                "transfer": stats["seconds_transfer"],
+                "forward_backward": measured["forward_backward"],
+                "lookup": stats["seconds_lookup"],
+                "update": stats["seconds_update"],
+                "stall": measured["stall"],
+                "evaluation": measured["evaluation"],
+            },
+            "memory": {"peak_bytes": reporting.peak_memory_bytes()},
+            "data": self.data.counters(),
+            "chosen": self.chosen,
+            "config": self.config.to_mapping(),
+        }
+
+
+def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlrm.EmbeddingBagCollection:
+    """One table a feature, all of one dim and optimizer, so one group and one cache."""
+    dim = config.arch_sparse_feature_size
+    rate = config.embedding_learning_rate or config.learning_rate
+    tables = [
+        cdlrm.Table(feature, rows, dim) for feature, rows in zip(data.features, data.table_rows, strict=True)
+    ]
+    collection = cdlrm.EmbeddingBagCollection(
+        tables,
+        optimizer=TABLE_OPTIMIZERS[config.optimizer](lr=rate),
+        cache_rows="auto" if config.cache_rows is None else config.cache_rows,
+        cache_ratio=config.cache_ratio if config.cache_rows is None else None,
+        device=config.device,
+        store=config.store,
+        strict=config.strict,
+        seed=config.seed,
+        nonfinite=config.nonfinite,
+    )
+    if config.cache_rows is None:
+        chosen.append(
+            f"cache: {collection.stats()['cache_rows']:,} rows, {100 * config.cache_ratio:g} % of {sum(data.table_rows):,}"
+            " (--cache-ratio; --cache-rows gives a number instead)."
+        )
+    if config.device == "auto":
+        chosen.append("device: cpu, the only one of this version.")
+    return collection
+
+
+def build_model(config: TrainConfig, data: Datasets, tables: nn.Module, chosen: list[str]) -> DLRM:
+    """The DLRM over the tables; its bottom MLP must start with the number of dense columns."""
+    dim = config.arch_sparse_feature_size
+    if config.arch_mlp_bot is None:
+        bottom = [data.num_dense, 512, 256, 64, dim]
+        chosen.append(
+            f"bottom MLP: {'-'.join(map(str, bottom))}, from {data.num_dense} dense columns to dim {dim} (--arch-mlp-bot)."
+        )
+    else:
+        bottom = dashed("--arch-mlp-bot", config.arch_mlp_bot)
+    if bottom[0] != data.num_dense:
+        raise ConfigError(
+            f"--arch-mlp-bot {config.arch_mlp_bot}: the data has {data.num_dense} dense columns, so it must start with "
+            f"{data.num_dense}."
+        )
+    return DLRM(
+        tables,
+        features=len(data.features),
+        dim=dim,
+        mlp_bot=bottom,
+        mlp_top=dashed("--arch-mlp-top", config.arch_mlp_top),
+        interaction=config.arch_interaction_op,
+        interaction_itself=config.arch_interaction_itself,
+        seed=config.seed,
+    )
