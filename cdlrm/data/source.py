@@ -78,7 +78,7 @@ class Source:
         self.row_range = _check_range(row_range)
         self._pieces: list[_Piece] | None = None
         self._settings: dict[str, Any] | None = None
-        self._skipped_here = 0
+        self._skipped = 0
         self._position = _Position()
         self._resume: _Position | None = None
 
@@ -153,7 +153,7 @@ class Source:
     @property
     def skipped_rows(self) -> int:
         """Bad rows left out so far in this epoch."""
-        return self._position.skipped + self._skipped_here
+        return self._skipped
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next `iter()` goes through. Another epoch than the current one starts at its beginning."""
@@ -161,7 +161,7 @@ class Source:
             raise ConfigError(f"the epoch is {epoch} where at least 0 is needed; count epochs from 0")
         if epoch != self.epoch:
             self.epoch = epoch
-            self._position, self._resume, self._skipped_here = _Position(), None, 0
+            self._position, self._resume, self._skipped = _Position(), None, 0
 
     def state_dict(self) -> dict[str, Any]:
         """A small plain dict: the place behind the batch yielded last, and the settings it is valid for."""
@@ -188,50 +188,48 @@ class Source:
             )
         self.epoch = state["epoch"]
         self._position = self._resume = _Position(**{k: state[k] for k in _Position._fields})
-        self._skipped_here = 0
+        self._skipped = self._position.skipped
 
     # The stream.
 
     def __iter__(self) -> Iterator[Batch]:
         start = self._resume or _Position()
-        self._resume, self._position, self._skipped_here = None, start, 0
+        self._resume, self._position, self._skipped = None, start, start.skipped
         return self._batches(start, self.epoch)
 
     def _batches(self, at: _Position, epoch: int) -> Iterator[Batch]:
         pieces = self._plan()
         order = permutation(len(pieces), self.seed, epoch) if self.shuffle else range(len(pieces))
-        parts: list[Columns] = []
-        missing, skipped_before = self.batch_size, at.skipped
+        limit = self.limit_batches if self.limit_batches is not None else 2**63
+        parts: list[Columns] = []  # the beginning of the next batch
+        missing, skipped = self.batch_size, at.skipped
         for place in range(at.block, len(pieces)):
-            if self.limit_batches is not None and at.batch >= self.limit_batches:
+            if at.batch >= limit:
                 return
-            columns, skipped = self._load(pieces[order[place]], epoch)
-            self._skipped_here = skipped_before + skipped - at.skipped
+            columns, bad = self._load(pieces[order[place]], epoch)
+            self._skipped = skipped + bad
             row = at.row if place == at.block else 0
             while row < columns.rows:
                 end = min(row + missing, columns.rows)
                 parts.append(columns.slice(row, end))
-                missing -= end - row
-                row = end
+                missing, row = missing - (end - row), end
                 if missing:
                     break
-                if self.limit_batches is not None and at.batch >= self.limit_batches:
-                    return
-                here = (place, row, skipped_before) if row < columns.rows else (place + 1, 0, skipped_before + skipped)
-                at = self._advance(at, *here, parts, skipped_before + skipped)
+                here = (place, row, skipped) if row < columns.rows else (place + 1, 0, skipped + bad)
+                at = self._advance(at, here, parts)
                 yield self._emit(parts, at)
                 parts, missing = [], self.batch_size
-            skipped_before += skipped
-        if parts and (self.limit_batches is None or at.batch < self.limit_batches):
-            at = self._advance(at, len(pieces), 0, skipped_before, parts, skipped_before)
+                if at.batch >= limit:
+                    return
+            skipped += bad
+        if parts:
+            at = self._advance(at, (len(pieces), 0, skipped), parts)
             yield self._emit(parts, at)
 
-    def _advance(
-        self, at: _Position, block: int, row: int, skipped: int, parts: list[Columns], skipped_so_far: int
-    ) -> _Position:
+    def _advance(self, at: _Position, here: tuple[int, int, int], parts: list[Columns]) -> _Position:
+        block, row, skipped = here
         rows_read = at.rows_read + sum(part.rows for part in parts)
         self._position = _Position(at.batch + 1, block, row, rows_read, skipped)
-        self._skipped_here = skipped_so_far - skipped
         return self._position
 
     def _emit(self, parts: list[Columns], at: _Position) -> Batch:
