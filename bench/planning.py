@@ -130,7 +130,7 @@ def main() -> None:
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     about = machine()
     for samples, zipf, cache_rows in cases:
-        result = about | run(samples, zipf, cache_rows, args.horizon, args.timed, np.random.default_rng(0))
+        result = about | run(samples, zipf, cache_rows, args.horizon, args.timed)
         line = json.dumps(result)
         print(line)
         with RESULTS.open("a") as file:
