@@ -27,6 +27,7 @@ _SMALL_FLOATS = 1 << 16  # below this many values a second thread costs more tha
 _RANGES_PER_THREAD = 4
 _INT32_MAX = 2**31 - 1
 _NO_WEIGHTS = np.empty(0, np.float32)
+_NO_INDEX = np.empty(0, np.int32)
 
 
 class CpuDriver(Driver):
@@ -52,17 +53,15 @@ class CpuDriver(Driver):
     def copy_rows(
         self, dst: np.ndarray, dst_index: np.ndarray | None, src: np.ndarray, src_index: np.ndarray | None
     ) -> None:
-        index = dst_index if dst_index is not None else src_index
-        count = len(index) if index is not None else len(dst)
-        ranges = self._even(count, count * dst.shape[1])
         if dst_index is None and src_index is None:
             dst[:] = src
-        elif dst_index is None:
-            self._run(ranges, lambda lo, hi: kernels.gather_rows(dst, src, src_index, lo, hi))
-        elif src_index is None:
-            self._run(ranges, lambda lo, hi: kernels.scatter_rows(dst, dst_index, src, lo, hi))
-        else:
-            self._run(ranges, lambda lo, hi: kernels.move_rows(dst, dst_index, src, src_index, lo, hi))
+            return
+        count = len(src_index) if dst_index is None else len(dst_index)  # type: ignore[arg-type]
+        to, of = (_NO_INDEX if index is None else index for index in (dst_index, src_index))
+        self._run(
+            self._even(count, count * dst.shape[1]),
+            lambda lo, hi: kernels.move_rows(dst, to, src, of, lo, hi),
+        )
 
     # --- forward ---
 
@@ -101,13 +100,15 @@ class CpuDriver(Driver):
         return out
 
     def all_finite(self, array: np.ndarray) -> bool:
-        bits = array.reshape(-1).view(np.int32)
-        found: list[int] = []
+        flat = array.reshape(-1)
+        paired = flat.size // 2 * 2
+        pairs = flat[:paired].view(np.int64)
+        found = [not np.isfinite(flat[paired:]).all()]
         self._run(
-            self._even(len(bits), len(bits)),
-            lambda lo, hi: found.append(kernels.largest_magnitude(bits, lo, hi)),
+            self._even(len(pairs), paired),
+            lambda lo, hi: found.append(kernels.full_exponents(pairs, lo, hi)),
         )
-        return max(found, default=0) < 0x7F800000
+        return not any(found)
 
     def weight_grad(
         self, weight: np.ndarray, slots: np.ndarray, call: Lookups, grad: np.ndarray, out: np.ndarray
@@ -137,7 +138,7 @@ class CpuDriver(Driver):
         if isinstance(optimizer, optim.SGD):
 
             def kernel(lo: int, hi: int) -> None:
-                cpu_update.sgd(weight, *rows, *gradient, rate, decay, lo, hi)
+                cpu_update.sgd(weight, state, rows, gradient, rate, decay, lo, hi)
 
         elif isinstance(optimizer, (optim.RowWiseAdagrad, optim.Adagrad)):
             row_wise = isinstance(optimizer, optim.RowWiseAdagrad)
@@ -145,7 +146,7 @@ class CpuDriver(Driver):
             eps = np.float32(optimizer.eps)
 
             def kernel(lo: int, hi: int) -> None:
-                formula(weight, state, *rows, *gradient, rate, decay, eps, lo, hi)
+                formula(weight, state, rows, gradient, rate, decay, eps, lo, hi)
 
         elif isinstance(optimizer, optim.Adam):
             rate1, rate2 = (np.float32(1.0 - beta) for beta in optimizer.betas)
@@ -155,7 +156,7 @@ class CpuDriver(Driver):
 
             def kernel(lo: int, hi: int) -> None:
                 cpu_update.adam(
-                    weight, state, *rows, segments.seg_table, step_sizes, *gradient, rate1, rate2, decay, eps, lo, hi
+                    weight, state, rows, gradient, segments.seg_table, step_sizes, rate1, rate2, decay, eps, lo, hi
                 )
 
         else:

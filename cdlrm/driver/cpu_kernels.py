@@ -12,31 +12,21 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .intrinsics import prefetch_read, prefetch_write
+from .intrinsics import (
+    add_row,
+    add_scaled_row,
+    copy_row,
+    divide_row,
+    lane_sum_product,
+    prefetch_read,
+    prefetch_write,
+    start_row,
+    start_scaled_row,
+)
 
 LINE = 16  # float32 values in a cache line
-AHEAD = 24  # rows asked for ahead of use (24 x 256 B in flight is more than one core can track)
-LANES = 32  # of a lane sum
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def lane_sum_product(a, row_a, b, row_b, lanes):
-    """Sum of a[row_a] * b[row_b] in 32 lanes, folded 16, 8, 4, 2, 1 (the same order on every device)."""
-    dim = a.shape[1]
-    for i in range(LANES):
-        lanes[i] = np.float32(0.0)
-    full = dim - dim % LANES
-    for c in range(0, full, LANES):
-        for i in range(LANES):
-            lanes[i] += a[row_a, c + i] * b[row_b, c + i]
-    for i in range(dim - full):
-        lanes[i] += a[row_a, full + i] * b[row_b, full + i]
-    half = LANES // 2
-    while half > 0:
-        for i in range(half):
-            lanes[i] += lanes[i + half]
-        half //= 2
-    return lanes[0]
+AHEAD = 16  # rows asked for ahead of their use
+NO_SCALE = np.float32(0.0)  # for row operations that have none
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -49,14 +39,10 @@ def lookup_single(weight, slots, out_row, weights, weighted, out, lo, hi):
             for c in range(0, dim, LINE):
                 prefetch_read(weight, far + c)
                 prefetch_write(out, to + c)
-        slot, row = np.uint64(slots[q]), np.uint64(out_row[q])
         if weighted:
-            scale = weights[q]
-            for c in range(dim):
-                out[row, c] = np.float32(0.0) + scale * weight[slot, c]
+            start_scaled_row(out, out_row[q], weight, slots[q], weights[q])
         else:
-            for c in range(dim):
-                out[row, c] = np.float32(0.0) + weight[slot, c]
+            start_row(out, out_row[q], weight, slots[q], NO_SCALE)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -65,102 +51,80 @@ def lookup_bags(weight, slots, starts, out_row, mean, batch_size, weights, weigh
     dim = weight.shape[1]
     last = starts[hi]
     for q in range(lo, hi):
-        row = np.uint64(out_row[q])
-        begin, end = starts[q], starts[q + 1]
-        for c in range(dim):
-            out[row, c] = np.float32(0.0)
+        row, begin, end = out_row[q], starts[q], starts[q + 1]
+        if begin == end:
+            out[row, :] = np.float32(0.0)
         for i in range(begin, end):
             if i + AHEAD < last:
                 far = np.int64(slots[i + AHEAD]) * dim
                 for c in range(0, dim, LINE):
                     prefetch_read(weight, far + c)
-            slot = np.uint64(slots[i])
             if weighted:
-                scale = weights[i]
-                for c in range(dim):
-                    out[row, c] += scale * weight[slot, c]
+                if i == begin:
+                    start_scaled_row(out, row, weight, slots[i], weights[i])
+                else:
+                    add_scaled_row(out, row, weight, slots[i], weights[i])
+            elif i == begin:
+                start_row(out, row, weight, slots[i], NO_SCALE)
             else:
-                for c in range(dim):
-                    out[row, c] += weight[slot, c]
+                add_row(out, row, weight, slots[i], NO_SCALE)
         if mean[q // batch_size] != 0 and end > begin:
-            length = np.float32(end - begin)
-            for c in range(dim):
-                out[row, c] /= length
+            divide_row(out, row, out, row, np.float32(end - begin))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def scale_mean(starts, out_row, mean, batch_size, grad, out, lo, hi):
     """Bags [lo, hi): out[row] = grad[row], divided by the bag's length for mean bags."""
-    dim = grad.shape[1]
     for q in range(lo, hi):
-        row = np.uint64(out_row[q])
-        length = np.float32(1.0)
-        if mean[q // batch_size] != 0 and starts[q + 1] > starts[q]:
-            length = np.float32(starts[q + 1] - starts[q])
-        for c in range(dim):
-            out[row, c] = grad[row, c] / length
+        row, length = out_row[q], np.float32(starts[q + 1] - starts[q])
+        if mean[q // batch_size] != 0 and length > 0:
+            divide_row(out, row, grad, row, length)
+        else:
+            copy_row(out, row, grad, row, NO_SCALE)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def largest_magnitude(bits, lo, hi):
-    """Largest |x| of [lo, hi) as the integer that orders like it; NaN and infinity are >= 0x7F800000."""
-    largest = np.int32(0)
+def full_exponents(pairs, lo, hi):
+    """Whether a float of pairs [lo, hi) (two float32 in an int64) is NaN or infinity.
+
+    Such a float's exponent is all ones, so that adding one to it carries into its sign bit.
+    """
+    found = np.int64(0)
     for i in range(lo, hi):
-        largest = max(largest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
-    return largest
+        found |= (pairs[i] & np.int64(0x7F8000007F800000)) + np.int64(0x0080000000800000)
+    return (found & np.int64(-0x7FFFFFFF80000000)) != 0
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def weight_grad(weight, slots, lookup_row, grad, out, lo, hi):
     """Lookups [lo, hi): out = lane sum of grad[bag] * row."""
     dim = weight.shape[1]
-    lanes = np.empty(LANES, np.float32)
     for i in range(lo, hi):
         if i + AHEAD < hi:
             far = np.int64(slots[i + AHEAD]) * dim
             for c in range(0, dim, LINE):
                 prefetch_read(weight, far + c)
-        out[i] = lane_sum_product(grad, np.uint64(lookup_row[i]), weight, np.uint64(slots[i]), lanes)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def gather_rows(dst, src, src_index, lo, hi):
-    dim = dst.shape[1]
-    for k in range(lo, hi):
-        if k + AHEAD < hi:
-            far = np.int64(src_index[k + AHEAD]) * src.shape[1]
-            for c in range(0, dim, LINE):
-                prefetch_read(src, far + c)
-        row = np.uint64(src_index[k])
-        for c in range(dim):
-            dst[k, c] = src[row, c]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def scatter_rows(dst, dst_index, src, lo, hi):
-    dim = dst.shape[1]
-    for k in range(lo, hi):
-        if k + AHEAD < hi:
-            far = np.int64(dst_index[k + AHEAD]) * dim
-            for c in range(0, dim, LINE):
-                prefetch_write(dst, far + c)
-        row = np.uint64(dst_index[k])
-        for c in range(dim):
-            dst[row, c] = src[k, c]
+        out[i] = lane_sum_product(grad, lookup_row[i], weight, slots[i])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def move_rows(dst, dst_index, src, src_index, lo, hi):
+    """dst[dst_index[k]] = src[src_index[k]] for k in [lo, hi); an index of length 0 stands for k itself."""
     dim = dst.shape[1]
+    scatter, gather = len(dst_index) > 0, len(src_index) > 0
     for k in range(lo, hi):
         if k + AHEAD < hi:
-            far, to = np.int64(src_index[k + AHEAD]) * dim, np.int64(dst_index[k + AHEAD]) * dim
-            for c in range(0, dim, LINE):
-                prefetch_read(src, far + c)
-                prefetch_write(dst, to + c)
-        row, target = np.uint64(src_index[k]), np.uint64(dst_index[k])
-        for c in range(dim):
-            dst[target, c] = src[row, c]
+            if gather:
+                far = np.int64(src_index[k + AHEAD]) * dim
+                for c in range(0, dim, LINE):
+                    prefetch_read(src, far + c)
+            if scatter:
+                to = np.int64(dst_index[k + AHEAD]) * dim
+                for c in range(0, dim, LINE):
+                    prefetch_write(dst, to + c)
+        target = np.int64(dst_index[k]) if scatter else k
+        source = np.int64(src_index[k]) if gather else k
+        copy_row(dst, target, src, source, NO_SCALE)
 
 
 # --- segments by stamping: no sort ----------------------------------------------------------------
