@@ -214,6 +214,7 @@ def campaign(examples: int, steps: int) -> None:
             stateful_step_count=steps,
             deadline=None,
             derandomize=True,
+            database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
