@@ -48,9 +48,8 @@ def zipf_ids(rng: np.random.Generator, samples: int, zipf: float) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def run(
-    samples: int, zipf: float, cache_rows: int, horizon: int, timed: int, rng: np.random.Generator
-) -> dict[str, object]:
+def run(samples: int, zipf: float, cache_rows: int, horizon: int, timed: int) -> dict[str, object]:
+    rng = np.random.default_rng(0)
     planner = Planner(TABLES * ROWS, cache_rows, prefetch_depth=1)
     stamp = np.full(TABLES * ROWS, -1, np.int32)
     unique = np.empty(TABLES * samples, np.int64)
