@@ -90,8 +90,9 @@ def full_exponents(pairs, lo, hi):
     Such a float's exponent is all ones, so that adding one to it carries into its sign bit.
     """
     found = np.int64(0)
-    for i in range(lo, hi):
-        found |= (pairs[i] & np.int64(0x7F8000007F800000)) + np.int64(0x0080000000800000)
+    part = pairs[lo:hi]  # indexed from 0: numba need not allow for negative numbers, and the loop vectorises
+    for i in range(len(part)):
+        found |= (part[i] & np.int64(0x7F8000007F800000)) + np.int64(0x0080000000800000)
     return (found & np.int64(-0x7FFFFFFF80000000)) != 0
 
 
