@@ -53,6 +53,7 @@ class Lookups:
     batch_size      B;  width: features of the output matrix (columns).
     weights         float32 [L] or None: per-sample weights (1.0 for features that have none).
     feature_starts  int64 [F+1]: feature f has the lookups [feature_starts[f], feature_starts[f+1]).
+    bases           int64 [F]: first group row of the table of each feature.
 
     `out_row` and `lookup_row` may be shared between calls of the same shape: read only.
     """
@@ -66,6 +67,7 @@ class Lookups:
     width: int
     weights: np.ndarray | None
     feature_starts: np.ndarray
+    bases: np.ndarray
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +127,8 @@ def flatten(
         lookup_row = np.empty(len(rows), np.int32)
         _repeat_rows(starts, out_row, lookup_row)
     weights = _weights(slots, parts, feature_starts)
-    return Lookups(rows, starts, out_row, lookup_row, mean, size, width, weights, feature_starts)
+    bases = np.array([slot.base for slot in slots], np.int64)
+    return Lookups(rows, starts, out_row, lookup_row, mean, size, width, weights, feature_starts, bases)
 
 
 # --- what a feature's entry may look like ---------------------------------------------------------
@@ -168,32 +171,40 @@ def _arrays(slot: FeatureSlot, inputs: Mapping[str, Any]) -> tuple[np.ndarray, n
     return values, offsets, weights
 
 
-_INTEGERS = (np.dtype(np.int64), np.dtype(np.int32))
-_FLOATS = (np.dtype(np.float32),)
+_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
 def _array(slot: FeatureSlot, what: str, given: Any) -> np.ndarray:
-    allowed = _FLOATS if what == "weights" else _INTEGERS
-    names = " or ".join(dtype.name for dtype in allowed)
+    """`given` as a 1-D C-contiguous array of a right dtype (on the user's memory where that is possible)."""
+    names = "float32" if what == "weights" else "int64 or int32"
     if isinstance(given, torch.Tensor):
-        try:
-            array = given.detach().cpu().numpy() if given.requires_grad or given.device.type != "cpu" else given.numpy()
-        except (TypeError, RuntimeError, NotImplementedError) as error:
-            raise InputError(
-                f"{_where(slot)}: {what} is a tensor ({given.dtype}, {given.layout}, {given.device}) that cannot be "
-                f"read on the CPU; pass a dense {names} tensor."
-            ) from error
+        array = _tensor_array(slot, what, given, names)
     elif isinstance(given, np.ndarray):
         array = given
     else:
         raise InputError(
             f"{_where(slot)}: {what} is a {type(given).__name__}; pass a 1-D torch tensor or NumPy array of {names}."
         )
-    if array.dtype not in allowed:
-        raise InputError(f"{_where(slot)}: {what} has dtype {array.dtype}; convert it to {names}.")
+    dtype = array.dtype
+    if dtype != _FLOAT32 if what == "weights" else (dtype != _INT64 and dtype != _INT32):
+        raise InputError(f"{_where(slot)}: {what} has dtype {dtype}; convert it to {names}.")
     if array.ndim != 1:
         raise InputError(f"{_where(slot)}: {what} has shape {array.shape}, not 1 dimension; flatten it.")
     return array if array.flags.carray else np.require(array, requirements=("C", "A", "W"))
+
+
+def _tensor_array(slot: FeatureSlot, what: str, given: torch.Tensor, names: str) -> np.ndarray:
+    try:
+        return given.numpy()  # the usual case: asking for device and requires_grad first costs more than this
+    except (TypeError, RuntimeError, NotImplementedError):
+        pass
+    try:
+        return given.detach().cpu().numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise InputError(
+            f"{_where(slot)}: {what} is a tensor ({given.dtype}, {given.layout}, {given.device}) that cannot be "
+            f"read on the CPU; pass a dense {names} tensor."
+        ) from error
 
 
 def _common_batch_size(slots: Sequence[FeatureSlot], parts: Sequence[tuple], batch_size: int | None) -> int:

@@ -32,7 +32,7 @@ def _prefetch(context: Any, builder: Any, signature: Any, args: Any, write: int)
     word = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.bitcast(address, pointer), word(write), word(3), word(1)])
+    builder.call(function, [builder.bitcast(address, pointer), word(write), word(3 if write else 2), word(1)])
     return context.get_dummy_value()
 
 
