@@ -268,6 +268,19 @@ def test_inputs_are_never_modified() -> None:
 # ---- initial values, lr, optimizer object
 
 
+@pytest.mark.parametrize("dim", [1, 3])
+def test_state_has_the_names_and_shapes_of_torch(dim: int) -> None:
+    shapes = {
+        cdlrm.SGD(lr=0.1): {},
+        cdlrm.RowWiseAdagrad(lr=0.1): {"sum": (7,)},
+        cdlrm.Adagrad(lr=0.1): {"sum": (7, dim)},
+        cdlrm.Adam(lr=0.1): {"exp_avg": (7, dim), "exp_avg_sq": (7, dim)},
+    }
+    for spec, want in shapes.items():
+        with collection([cdlrm.Table("a", 7, dim)], optimizer=spec) as ebc:
+            assert {k: tuple(v.shape) for k, v in ebc.table_state("a").items()} == want
+
+
 def test_initial_values() -> None:
     tables = [cdlrm.Table("a", 50, 7), cdlrm.Table("b", 11, 3)]
     with collection(tables, seed=12345678901) as ebc:
