@@ -11,7 +11,7 @@ State of one shard, all in flat arrays so that what is read together lies togeth
   as columns 2 and 3.
 * `fifo  int32 [F, 2]`  slots without a known use, in order of last use: slot, last use (its stamp).
 * `start int64 [W]`, `listed int64 [W]`  per batch (number & (W - 1)): first entry, stack height.
-* `regs  int64 [8]`     the scalars named below.
+* `regs  int64 [9]`     the scalars named below.
 
 An entry is valid for a row when `ring[e].row` is that row: a row has one newest entry, and whoever
 overwrites a ring place writes another row there (or the same row, and then the number moved too).
@@ -24,7 +24,7 @@ import numpy as np
 
 from ..prefetch import prefetch
 
-HEAD, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_TAIL, FREE, FAR = range(8)
+HEAD, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_TAIL, FREE, FAR, HELD = range(9)
 NONE = np.int32(-1)  # no known next use
 MASK31 = (1 << 31) - 1
 AHEAD = 24
@@ -169,6 +169,7 @@ def release(batch, ring32, slot32, fifo, start, listed, regs):
             prefetch(slot32, np.int64(ring32[(e + AHEAD) & emask, 3]) * 4)
         s = ring32[e & emask, 3]
         if slot32[s, 3] == batch:
+            regs[HELD] -= 1
             k = slot32[s, 2]
             if k == NONE:
                 enqueue(s, regs, slot32, fifo)
@@ -180,7 +181,7 @@ def release(batch, ring32, slot32, fifo, start, listed, regs):
 @_jit
 def pop_victim(j, ring32, slot32, fifo, start, listed, regs):
     """The slot to give away for batch `j`: no known use first (oldest use first), then the furthest
-    next use; -1 when only held rows are left."""
+    next use; -1 when only held rows are left (never, while no more rows are held than there are slots)."""
     fmask = fifo.shape[0] - 1
     while regs[FIFO_HEAD] < regs[FIFO_TAIL]:
         at = regs[FIFO_HEAD] & fmask
@@ -235,12 +236,16 @@ def plan(
         entry_row[e - lo] = r
         if s >= 0:
             slot32[s, 2] = ring32[at, 2]
+            regs[HELD] += slot32[s, 3] < regs[RELEASED]
             slot32[s, 3] = j
             ring32[at, 3] = s
             entry_slot[e - lo] = s * shards + shard
         else:
             fill_rows[fills] = e  # replaced by the row below
             fills += 1
+    regs[HELD] += fills
+    while regs[HELD] > slot.shape[0]:  # the hold of batches j-depth.. is too long for this cache: shorten it
+        release(regs[RELEASED], ring32, slot32, fifo, start, listed, regs)
     regs[FAR] = regs[SCANNED] - 1
     evicts = 0
     wait = np.int64(-1)
@@ -252,10 +257,6 @@ def plan(
             s = free[regs[FREE]]
         else:
             s = pop_victim(j, ring32, slot32, fifo, start, listed, regs)
-            while s < 0:  # the hold of batches j-depth.. is too long for this cache: shorten it
-                release(regs[RELEASED], ring32, slot32, fifo, start, listed, regs)
-                regs[FAR] = regs[SCANNED] - 1
-                s = pop_victim(j, ring32, slot32, fifo, start, listed, regs)
             evict_rows[evicts] = slot[s, 0]
             evict_slots[evicts] = s * shards + shard
             evicts += 1

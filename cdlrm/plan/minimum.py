@@ -5,8 +5,12 @@ the rows of the d batches before it.  For each use of a row, MIN keeps the row s
 if every batch in between still has room for it; kept = hit.  Accepting in order of the right end is
 optimal for intervals on one resource, and equals brute force in the tests.  (Belady 1966.)
 
-An accepted interval (p, j) takes a place in batches p+d+1 .. j-1, a suffix of the batches so far, and
-is accepted when the smallest room in that suffix, m(p+d+1), is positive.  m never decreases from one
+Where the rows of d + 1 batches do not fit the cache, the hold is shortened for that batch: the oldest
+batch is let go first, as the planner does.  `free_from(p)` is the first batch that does not hold the
+rows of batch p any more (p+d+1, or earlier).
+
+An accepted interval (p, j) takes a place in batches free_from(p) .. j-1, a suffix of the batches so
+far, and is accepted when the smallest room in that suffix, m(free_from(p)), is positive.  m never decreases from one
 batch to the next, so batches with equal m form runs.  A suffix decrement lowers the difference
 between one run and the run before it; at 0 the two merge.  That is a union-find: a few operations a
 use, a few words a batch.
@@ -17,7 +21,8 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-NEWEST, OLDEST = 0, 1  # columns of `regs`: m of the newest run; first batch of the oldest run
+# columns of `regs`: m of the newest run; first batch of the oldest run; oldest batch that is held
+NEWEST, OLDEST, HELD = 0, 1, 2
 
 _jit = nb.njit(nogil=True, cache=True, error_model="numpy")
 
@@ -72,7 +77,8 @@ def _append(parent, delta, regs, batch, room):
 
 
 @_jit
-def _add(rows, batch, capacity, depths, last_use, users, parent, delta, regs, fills):
+def _add(rows, batch, capacity, depths, last_use, users, free_from, parent, delta, regs, fills):
+    mask = parent.shape[1] - 1
     deepest = depths.max()
     umask = users.size - 1
     for i in range(rows.size):
@@ -82,17 +88,23 @@ def _add(rows, batch, capacity, depths, last_use, users, parent, delta, regs, fi
             for q in range(depths.size):
                 fills[q] += 1
             continue
-        if p >= batch - deepest:
+        if p >= batch - deepest - 1:
             users[p & umask] -= 1
         for q in range(depths.size):
-            lo = p + depths[q] + 1
+            if p >= regs[q, HELD]:
+                continue  # held all the time: a hit
+            lo = free_from[q, p & mask] if batch - p <= mask else np.int64(-1)
             if lo < batch and not _take(parent[q], delta[q], regs[q], lo):
                 fills[q] += 1
     users[batch & umask] = rows.size
     for q in range(depths.size):
         held = np.int64(0)
-        for b in range(max(batch - depths[q], 0), batch + 1):
+        for b in range(regs[q, HELD], batch + 1):
             held += users[b & umask]
+        while regs[q, HELD] < batch and (regs[q, HELD] < batch - depths[q] or held > capacity):
+            held -= users[regs[q, HELD] & umask]
+            free_from[q, regs[q, HELD] & mask] = batch
+            regs[q, HELD] += 1
         _append(parent[q], delta[q], regs[q], batch, max(capacity - held, 0))
 
 
@@ -115,7 +127,7 @@ class MinCounter:
     """Fills that MIN(d) makes on the batches added so far, for each of the `depths`.
 
     `num_rows` rows of the group, `cache_rows` slots (`resize` changes them from the next batch on).
-    Memory: 4 bytes a row, touched only where rows are used, and 16 bytes a batch and depth since
+    Memory: 4 bytes a row, touched only where rows are used, and 24 bytes a batch and depth since
     the last full batch.
     """
 
@@ -127,8 +139,9 @@ class MinCounter:
         count = self.depths.size
         self._parent = np.zeros((count, 1024), np.int64)
         self._delta = np.zeros((count, 1024), np.int64)
-        self._users = np.zeros(1 << int(self.depths.max() + 1).bit_length(), np.int64)
-        self._regs = np.zeros((count, 2), np.int64)
+        self._free_from = np.zeros((count, 1024), np.int64)
+        self._users = np.zeros(1 << int(self.depths.max() + 2).bit_length(), np.int64)
+        self._regs = np.zeros((count, 3), np.int64)
         self._fills = np.zeros(count, np.int64)
 
     def add(self, rows: np.ndarray) -> None:
@@ -136,12 +149,19 @@ class MinCounter:
         self._make_room()
         _add(
             rows, self.batches, self.cache_rows, self.depths, self._last_use, self._users,
-            self._parent, self._delta, self._regs, self._fills,
+            self._free_from, self._parent, self._delta, self._regs, self._fills,
         )  # fmt: skip
         self.batches += 1
 
     def resize(self, cache_rows: int) -> None:
         self.cache_rows = cache_rows
+
+    def continue_from(self, other: MinCounter) -> None:
+        """Take over what `other`, with as many depths, has counted; new depths hold from now on."""
+        for name in ("batches", "_last_use", "_free_from", "_parent", "_delta", "_regs", "_fills"):
+            setattr(self, name, getattr(other, name))
+        for b in range(max(0, self.batches - min(self._users.size, other._users.size)), self.batches):
+            self._users[b & (self._users.size - 1)] = other._users[b & (other._users.size - 1)]
 
     @property
     def fills(self) -> int:
@@ -153,7 +173,8 @@ class MinCounter:
 
     def _make_room(self) -> None:
         size = self._parent.shape[1]
-        if self.batches - int(self._regs[:, OLDEST].min()) < size - 1:
+        margin = int(self.depths.max()) + 3
+        if self.batches - int(self._regs[:, OLDEST].min()) < size - margin:
             return
         for q in range(self.depths.size):
             _forget(self._parent[q], self._delta[q], self._regs[q], self.batches)
@@ -161,7 +182,7 @@ class MinCounter:
         if self.batches - oldest < size // 2:
             return
         live = np.arange(oldest, self.batches)
-        for name in ("_parent", "_delta"):
+        for name in ("_free_from", "_parent", "_delta"):
             old = getattr(self, name)
             new = np.zeros((self.depths.size, 2 * size), np.int64)
             new[:, live & (2 * size - 1)] = old[:, live & (size - 1)]

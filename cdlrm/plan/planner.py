@@ -9,7 +9,7 @@ threads, no device.  Rows are split by hash over independent shards (their numbe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ class _Shard:
         self.ring = np.full((1024, 2), -1, np.int64)
         self.start = np.zeros(64, np.int64)
         self.listed = np.zeros(64, np.int64)
-        self.regs = np.zeros(8, np.int64)
+        self.regs = np.zeros(9, np.int64)
         self.slot = np.empty((0, 2), np.int64)
         self.fifo = np.zeros((0, 2), np.int32)
         self.free = np.empty(0, np.int32)
@@ -203,8 +203,9 @@ class Planner:
         per_shard = sum(s.ring.nbytes + s.slot.nbytes + s.fifo.nbytes + s.free.nbytes for s in self._shards)
         return int(self._meta.nbytes) + int(per_shard)
 
-    def scan(self, rows: np.ndarray) -> int:
+    def scan(self, rows: np.ndarray, cuts: Sequence[int] = ()) -> int:
         """Let the lookups `rows int64 [L]` of one more batch into the window; returns its number."""
+        del cuts  # a hint for planners that split by table
         batch = self.scanned
         n = int(rows.size)
         entry = np.empty(n, np.int32)
@@ -236,11 +237,16 @@ class Planner:
             )
         return self._needs_victim
 
-    def plan(self) -> Plan:
-        """Plan the next scanned batch.  Raises CacheTooSmallError (before any change) if `strict`."""
+    def plan(self, hold: int = 0) -> Plan:
+        """Plan the next scanned batch.  Raises CacheTooSmallError (before any change) if `strict`.
+
+        The rows of the `hold` batches before it stay in any case, if need be by growing; those of
+        `prefetch_depth` batches stay as long as the cache is large enough.
+        """
         batch, waiting = self.planned, self._waiting[0]
         counts = [s.distinct(batch) for s in self._shards]
-        need, have = max(counts), self._shards[0].slots
+        need = max(sum(s.distinct(b) for b in range(batch - hold, batch + 1)) for s in self._shards)
+        have = self._shards[0].slots
         grows = need > have
         if grows:
             if self.strict:
@@ -253,13 +259,14 @@ class Planner:
                 shard.grow(need)
         self._waiting.popleft()
         self._needs_victim = None
-        plan = self._run(batch, waiting, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+        depth = max(self.prefetch_depth, hold)
+        plan = self._run(batch, depth, waiting, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
         plan.grows = grows
         if grows:
             plan.wait_for = batch - 1  # the arrays move
         return plan
 
-    def _run(self, batch: int, waiting: _Scanned, entry_start: np.ndarray) -> Plan:
+    def _run(self, batch: int, depth: int, waiting: _Scanned, entry_start: np.ndarray) -> Plan:
         lookups, total = int(waiting.entry.size), int(entry_start[-1])
         entry_slot, entry_row = np.empty(total, np.int32), np.empty(total, np.int64)
         fill_rows, fill_slots = np.empty(total, np.int64), np.empty(total, np.int32)
@@ -273,7 +280,7 @@ class Planner:
             lo, hi = entry_start[s], entry_start[s + 1]
             first, last = waiting.shard_start[s], waiting.shard_start[s + 1]
             k.plan(
-                self.prefetch_depth, shard.meta, shard.ring, shard.ring32, shard.slot, shard.slot32, shard.fifo,
+                depth, shard.meta, shard.ring, shard.ring32, shard.slot, shard.slot32, shard.fifo,
                 shard.free, shard.start, shard.listed, shard.regs, s, self.shards, entry_slot[lo:hi],
                 entry_row[lo:hi], fill_rows[lo:hi], fill_slots[lo:hi], evict_rows[lo:hi], evict_slots[lo:hi],
                 out[s],
@@ -335,6 +342,7 @@ class Planner:
             shard.free[: empty.size] = empty
             regs = shard.regs
             regs[k.FREE] = empty.size
+            regs[k.HELD] = 0
             regs[k.PLANNED] = regs[k.RELEASED] = regs[k.SCANNED] = next_batch
             shard.fifo[: order.size, 0] = order
             shard.fifo[: order.size, 1] = shard.slot32[order, 3]
@@ -379,6 +387,8 @@ def _check_shard(shard: _Shard, num_rows: int) -> None:
     if ((nxt != -1) & ((nxt < planned) | (nxt >= scanned))).any():
         raise AssertionError(f"shard {shard.number}: a next use lies outside the window")
     candidates = used[last < released]
+    if used.size - candidates.size != regs[k.HELD]:
+        raise AssertionError(f"shard {shard.number}: the number of held slots is wrong")
     listed: list[int] = []
     wmask, emask = shard.start.size - 1, shard.ring.shape[0] - 1
     for b in range(planned, scanned):

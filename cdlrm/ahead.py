@@ -1,0 +1,207 @@
+"""`lookahead`: wrap a loader so that the rows of coming batches are on the device in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .errors import ConfigError
+from .group import Group
+from .lookups import Lookups
+from .runtime import Pipeline, Work
+
+DEFAULT_HORIZON = 32
+WINDOW_BYTES = 1 << 30
+
+Ids = Callable[[Any], Any]
+
+
+def lookahead(
+    modules: nn.Module | Iterable[nn.Module],
+    loader: Iterable[Any],
+    *,
+    ids: Ids | None = None,
+    horizon: int = DEFAULT_HORIZON,
+    prefetch_depth: int = 1,
+    window_bytes: int = WINDOW_BYTES,
+) -> Lookahead:
+    """Iterate over `loader` while coming batches are scanned, planned and copied ahead.
+
+    `modules`: an embedding module of this library, several, or a model that contains them.
+    `loader`: any iterable of `Batch`, or of anything when `ids` is given.
+    `ids(batch)`: the argument(s) that each module will be called with: for one module its argument
+    (or a tuple of them, or a list of such for several calls in a step); for several a mapping
+    module -> the same.  Default: the batch itself is the argument of every module.
+    `horizon`: future batches that are scanned (host memory only, at most `window_bytes` of it);
+    `prefetch_depth`: batches that may compute while a batch's rows are copied (costs slots);
+    `horizon < prefetch_depth` means the larger.
+
+    A batch ends when the loop asks for the next one.  Leaving the loop early, errors and Ctrl-C leave
+    the tables as after the last batch that ended.  Raises ConfigError for settings that cannot work.
+    """
+    return Lookahead(
+        modules, loader, ids=ids, horizon=horizon, prefetch_depth=prefetch_depth, window_bytes=window_bytes
+    )
+
+
+def embedding_modules(modules: nn.Module | Iterable[nn.Module]) -> list[Any]:
+    """This library's embedding modules among `modules` and what they contain, each once."""
+    given = [modules] if isinstance(modules, nn.Module) else list(modules)
+    found: list[Any] = []
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"lookahead: {module!r} is not a torch.nn.Module; pass the model or its embedding modules.")
+        for part in module.modules():
+            if hasattr(part, "lookahead_calls") and not any(part is other for other in found):
+                found.append(part)
+    if not found:
+        raise ConfigError(
+            "lookahead: the model has no embedding module of cdlrm; pass an EmbeddingBagCollection or a model with one."
+        )
+    return found
+
+
+class Lookahead:
+    """Iterator over the loader's batches; see `lookahead`.  Also a context manager.
+
+    Iterating again starts a new pass (epoch).  `close` may be called at any time, and is called at the
+    end of a pass and when the object is no longer referenced.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | Iterable[nn.Module],
+        loader: Iterable[Any],
+        *,
+        ids: Ids | None = None,
+        horizon: int = DEFAULT_HORIZON,
+        prefetch_depth: int = 1,
+        window_bytes: int = WINDOW_BYTES,
+        threads: bool = True,
+    ) -> None:
+        for name, value, low in (("horizon", horizon, 0), ("prefetch_depth", prefetch_depth, 0),
+                                 ("window_bytes", window_bytes, 1)):  # fmt: skip
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"lookahead({name}={value!r}): must be an integer, {low} or more.")
+        if ids is not None and not callable(ids):
+            raise ConfigError(f"lookahead(ids={ids!r}): must be a function batch -> arguments of the modules.")
+        if not hasattr(loader, "__iter__"):
+            raise ConfigError(f"lookahead: the loader ({type(loader).__name__}) is not iterable.")
+        self.modules = embedding_modules(modules)
+        self.loader = loader
+        self.horizon, self.prefetch_depth = max(horizon, prefetch_depth), prefetch_depth
+        self._ids, self._window_bytes, self._threads = ids, window_bytes, threads
+        self._pipeline: Pipeline | None = None
+        self._state: Any = None
+        self._totals = {"batches": 0, "seconds_read": 0.0, "seconds_stall": 0.0, "short_windows": 0}
+
+    def __iter__(self) -> Lookahead:
+        self.close()
+        self._start()
+        return self
+
+    def __next__(self) -> Any:
+        if self._pipeline is None:
+            if self._totals["batches"] or self._state is not None:
+                raise StopIteration
+            self._start()
+        assert self._pipeline is not None
+        try:
+            work: Work | None = self._pipeline.advance()
+        except BaseException:
+            self.close()
+            raise
+        if work is None:
+            self.close()
+            raise StopIteration
+        self._state = work.state
+        return work.batch
+
+    def _start(self) -> None:
+        groups: list[Group] = []
+        for module in self.modules:
+            module.require_open()
+            groups += [g for g in module.groups if g not in groups]
+        for group in groups:
+            if group.attached is not None:
+                group.attached.close()  # an earlier loop that was left early
+            group.abandon()
+        self._pipeline = Pipeline(
+            groups, self.loader, _Announcer(self.modules, self._ids), horizon=self.horizon,
+            prefetch_depth=self.prefetch_depth, window_bytes=self._window_bytes, threads=self._threads,
+        )  # fmt: skip
+
+    def stats(self) -> dict[str, Any]:
+        """batches, seconds_read (inside the loader), seconds_stall (the trainer waited), short_windows."""
+        out = dict(self._totals)
+        line = self._pipeline
+        if line is not None:
+            out["batches"] += line.trained
+            out["seconds_read"] += line.seconds_read
+            out["seconds_stall"] += line.seconds_stall
+            out["short_windows"] += line.short_windows
+        return {**out, "horizon": self.horizon, "prefetch_depth": self.prefetch_depth}
+
+    def state_dict(self) -> Any:
+        """`loader.state_dict()` as it was after the batch that is being trained (None before the first,
+        or when the loader has none): what was only read ahead is read again after a resume."""
+        return self._state
+
+    def close(self) -> None:
+        """End the current batch and stop reading ahead.  May be called twice."""
+        line, self._pipeline = self._pipeline, None
+        if line is None:
+            return
+        line.finish_batch()
+        line.close()
+        self._totals["batches"] += line.trained
+        self._totals["seconds_read"] += line.seconds_read
+        self._totals["seconds_stall"] += line.seconds_stall
+        self._totals["short_windows"] += line.short_windows
+
+    def __enter__(self) -> Lookahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pipeline", None) is not None:
+            self.close()
+
+
+class _Announcer:
+    """From a batch to the lookups of every group, call after call.  Holds no look-ahead, so that a
+    look-ahead that nobody references any more is closed."""
+
+    def __init__(self, modules: list[Any], ids: Ids | None) -> None:
+        self.modules, self.ids = modules, ids
+
+    def __call__(self, batch: Any) -> dict[Group, list[Lookups]]:
+        out: dict[Group, list[Lookups]] = {}
+        for module, argument in self._arguments(batch):
+            for one in argument if isinstance(argument, list) else [argument]:
+                for group, lookups in module.lookahead_calls(one).items():
+                    out.setdefault(group, []).append(lookups)
+        return out
+
+    def _arguments(self, batch: Any) -> list[tuple[Any, Any]]:
+        if self.ids is None:
+            return [(module, batch) for module in self.modules]
+        given = self.ids(batch)
+        if isinstance(given, Mapping) and given and all(hasattr(key, "lookahead_calls") for key in given):
+            for module in given:
+                if not any(module is known for known in self.modules):
+                    raise ConfigError(
+                        f"ids= returned arguments for a module ({type(module).__name__}) that lookahead was not given; "
+                        f"pass it to lookahead too."
+                    )
+            return list(given.items())
+        if len(self.modules) > 1:
+            raise ConfigError(
+                f"ids= must return a mapping module -> arguments, since lookahead was given {len(self.modules)} "
+                f"embedding modules; it returned {type(given).__name__}."
+            )
+        return [(self.modules[0], given)]

@@ -1,0 +1,126 @@
+"""The bridge to autograd: pooled lookups whose backward pass applies the update.
+
+Rows are no parameters: their gradient never exists as a tensor.  A scalar anchor parameter makes
+autograd call the backward; its own gradient stays None.  Per-sample weights get a true gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import NonFiniteGradientError
+from .group import Group
+from .lookups import Lookups
+from .step import Call
+
+
+@dataclass(eq=False)
+class GroupCall:
+    """One forward call's share of a group."""
+
+    group: Group
+    lookups: Lookups
+    call: Call | None = None  # None: for reading only
+
+
+def pooled_lookup(module: Any, calls: list[GroupCall], anchor: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
+    """One output [B, features of that dim, dim] for every dim, ascending."""
+    if torch.is_grad_enabled() and anchor.requires_grad:
+        return list(_PooledLookup.apply(module, calls, list(weights), anchor, *weights.values()))
+    with torch.no_grad():
+        return [torch.from_numpy(out) for out in _forward(calls, training=False)]
+
+
+def _forward(calls: list[GroupCall], training: bool) -> list[np.ndarray]:
+    outputs: dict[int, np.ndarray] = {}
+    for each in calls:
+        group, lookups = each.group, each.lookups
+        shape = (lookups.batch_size, lookups.width, group.dim)
+        if group.dim not in outputs:
+            outputs[group.dim] = torch.empty(shape, dtype=torch.float32).numpy()
+        matrix = outputs[group.dim].reshape(-1, group.dim)
+        if training:
+            each.call = group.training_slots(lookups)
+            started = time.perf_counter()
+            group.driver.lookup(group.weight, each.call.slots, lookups, lookups.weights, matrix)
+            group.counts.seconds_lookup += time.perf_counter() - started
+        else:
+            group.settle()
+            with group.cache.pause():
+                slots, keep = group.reading_slots(lookups.rows)
+                try:
+                    group.driver.lookup(group.weight, slots, lookups, lookups.weights, matrix)
+                finally:
+                    group.cache.give_back(keep)
+    return [outputs[dim] for dim in sorted(outputs)]
+
+
+class _PooledLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: Any, calls: list[GroupCall], features: list[str], anchor: Tensor, *weights: Tensor) -> Any:
+        ctx.module, ctx.calls, ctx.features = module, calls, features
+        ctx.set_materialize_grads(False)
+        return tuple(torch.from_numpy(out) for out in _forward(calls, training=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        dims = sorted({each.group.dim for each in ctx.calls})
+        by_dim = dict(zip(dims, grads, strict=True))
+        received: list[tuple[GroupCall, np.ndarray]] = []
+        for each in ctx.calls:
+            assert each.call is not None
+            each.call.accept()
+            grad = by_dim[each.group.dim]
+            lookups = each.lookups
+            if grad is None:
+                matrix = np.zeros((lookups.batch_size * lookups.width, each.group.dim), np.float32)
+            else:
+                matrix = grad.detach().to(torch.float32).contiguous().numpy().reshape(-1, each.group.dim)
+            received.append((each, matrix))
+        finite = _finite(ctx.module, received)
+        weight_grads = _weight_grads(ctx, received)
+        for each, matrix in received:
+            assert each.call is not None
+            scaled = each.group.driver.scale_mean(each.lookups, matrix)
+            each.group.receive(each.call, scaled, each.lookups.weights, finite)
+        return (None, None, None, None, *weight_grads)
+
+
+def _finite(module: Any, received: list[tuple[GroupCall, np.ndarray]]) -> bool:
+    """Whether all gradients are finite; raises NonFiniteGradientError unless the module skips such steps."""
+    for dim in {each.group.dim for each, _ in received}:
+        each, matrix = next((e, m) for e, m in received if e.group.dim == dim)
+        if not each.group.driver.all_finite(matrix):
+            if module.nonfinite == "skip":
+                return False
+            assert each.call is not None
+            row, column = (int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
+            sample, feature = divmod(row, each.lookups.width)
+            raise NonFiniteGradientError(
+                f"batch {each.call.step.batch}: the gradient of sample {sample}, feature column {feature}, element "
+                f'{column} is {matrix[row, column]}; nothing was updated; lower the learning rate, or use nonfinite="skip".'
+            )
+    return True
+
+
+def _weight_grads(ctx: Any, received: list[tuple[GroupCall, np.ndarray]]) -> list[Tensor | None]:
+    """Gradient of the per-sample weights of each feature in ctx.features, by the rows before the update."""
+    found: dict[str, Tensor] = {}
+    for each, matrix in received:
+        slots = ctx.module.feature_order(each.group)
+        if not any(name in ctx.features for name in slots):
+            continue
+        assert each.call is not None
+        out = np.empty(each.lookups.rows.size, np.float32)
+        scaled = each.group.driver.scale_mean(each.lookups, matrix)
+        each.group.driver.weight_grad(each.group.weight, each.call.slots, each.lookups, scaled, out)
+        starts = each.lookups.feature_starts
+        for f, name in enumerate(slots):
+            found[name] = torch.from_numpy(out[starts[f] : starts[f + 1]])
+    return [found[name] for name in ctx.features]

@@ -1,0 +1,209 @@
+"""`Cache`: the records that are on the device, and the only code that moves records.
+
+It executes plans (evict, then fill), lends places outside the planned slots to calls that no plan
+knows of (`borrow`), and brings records home (`flush`).  It knows what *is* on the device
+(`slot_row`); what *will be* there is the planner's knowledge.
+
+Who may touch what: `execute` runs on the transfer thread; everything else on the trainer's, while
+the cache is paused (`pause` waits until no plan is being executed and holds back the next).  The
+trainer's kernels need no pause: a plan never touches a slot that the current batch reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from .driver.base import Driver
+from .plan import Plan
+from .store import RamStore
+
+WAIT_SECONDS = 1.0  # bound of every wait; a loop around it re-checks
+
+
+@dataclass
+class Moves:
+    """Counters of what a cache moved."""
+
+    fills: int = 0
+    fills_copied: int = 0
+    evicts: int = 0
+    evicts_written: int = 0
+    bytes_filled: int = 0
+    bytes_written: int = 0
+    grows: int = 0
+
+    @property
+    def fills_initialised(self) -> int:
+        return self.fills - self.fills_copied
+
+
+class Cache:
+    """`rows` slots of records of one group on one device, in front of `store`.
+
+    `weight` float32 [C + X, D], `state` float32 [C + X, S]: C planned slots, then X lent places.
+    `slot_row` int64 [C + X] (-1: empty) and `dirty` uint8 [C + X] describe them.
+    """
+
+    def __init__(self, rows: int, store: RamStore, driver: Driver) -> None:
+        self.store, self.driver = store, driver
+        self.rows = 0
+        self.moves = Moves()
+        self.weight = driver.empty((0, store.dim), np.float32)
+        self.state = driver.empty((0, store.state_width), np.float32)
+        self.slot_row = np.empty(0, np.int64)
+        self.dirty = np.empty(0, np.uint8)
+        self.lent = 0
+        self.resumed: Callable[[], None] = lambda: None  # told when a pause ends
+        self._gate = threading.Condition()
+        self._pauses = 0
+        self._busy = False
+        self._resize(rows, 0)
+
+    # --- the transfer thread ---
+
+    def try_execute(self, plan: Plan) -> bool:
+        """Execute `plan` unless the cache is paused; whether it was executed."""
+        with self._gate:
+            if self._pauses:
+                return False
+            self._busy = True
+        try:
+            self._execute(plan)
+        finally:
+            with self._gate:
+                self._busy = False
+                self._gate.notify_all()
+        return True
+
+    def _execute(self, plan: Plan) -> None:
+        """Evict, then fill.  When a copy fails, `slot_row` still says what is where."""
+        if plan.cache_rows > self.rows:
+            self._resize(plan.cache_rows, self.lent)
+            self.moves.grows += 1
+        slots = plan.evict_slots
+        if slots.size:
+            dirty = self.dirty[slots] != 0
+            self._write(plan.evict_rows[dirty], slots[dirty])
+            self.slot_row[slots] = -1
+            self.moves.evicts += int(slots.size)
+        if plan.fill_slots.size:
+            copied = self.store.read(plan.fill_rows, self.weight, self.state, plan.fill_slots)
+            self.slot_row[plan.fill_slots] = plan.fill_rows
+            self.moves.fills += int(plan.fill_slots.size)
+            self.moves.fills_copied += copied
+            self.moves.bytes_filled += copied * self.store.record_bytes
+
+    def _write(self, rows: np.ndarray, slots: np.ndarray) -> None:
+        if rows.size:
+            self.store.write(rows, self.weight, self.state, slots)
+            self.dirty[slots] = 0
+            self.moves.evicts_written += int(rows.size)
+            self.moves.bytes_written += int(rows.size) * self.store.record_bytes
+
+    # --- the trainer's thread ---
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """No plan is executed inside the `with` block."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.let_go()
+
+    def hold(self) -> None:
+        """Like entering `pause`; ends with `let_go`."""
+        with self._gate:
+            self._pauses += 1
+            while self._busy:
+                self._gate.wait(WAIT_SECONDS)
+
+    def let_go(self) -> None:
+        with self._gate:
+            self._pauses -= 1
+        self.resumed()
+
+    def mark_dirty(self, slots: np.ndarray) -> None:
+        """An update of the records in `slots` was launched (rule 7)."""
+        self.dirty[slots] = 1
+
+    def borrow(self, rows: np.ndarray) -> np.ndarray:
+        """Bring `rows int64 [n]`, which are on no slot, to lent places; int32 [n] slots.  Paused only.
+
+        With duplicates in `rows` the places are for reading only.
+        """
+        first = self.rows + self.lent
+        if first + rows.size > self.slot_row.size:
+            self._resize(self.rows, max(self.lent + int(rows.size), 2 * self.lent))
+        slots = np.arange(first, first + rows.size, dtype=np.int32)
+        self.store.read(rows, self.weight, self.state, slots)
+        self.slot_row[slots] = rows
+        self.lent += int(rows.size)
+        return slots
+
+    def find_lent(self, rows: np.ndarray) -> np.ndarray:
+        """Lent place of each of `rows`, int32; -1 = none."""
+        found = np.full(rows.size, -1, np.int32)
+        lent = self.slot_row[self.rows : self.rows + self.lent]
+        if lent.size and rows.size:
+            order = np.argsort(lent, kind="stable")
+            at = np.minimum(np.searchsorted(lent[order], rows), lent.size - 1)
+            hit = lent[order[at]] == rows
+            found[hit] = self.rows + order[at[hit]]
+        return found
+
+    def give_back(self, keep: int = 0) -> None:
+        """Write dirty lent records home and end all but the first `keep` loans.  Paused only."""
+        slots = np.arange(self.rows + keep, self.rows + self.lent, dtype=np.int32)
+        dirty = self.dirty[slots] != 0
+        self._write(self.slot_row[slots[dirty]], slots[dirty])
+        self.slot_row[slots] = -1
+        self.lent = keep
+
+    def flush(self) -> None:
+        """Write every dirty record home; the records stay cached, clean.  Paused only."""
+        slots = np.flatnonzero(self.dirty).astype(np.int32)
+        self._write(self.slot_row[slots], slots)
+
+    def refresh(self) -> None:
+        """Read every cached record again, after the store was changed from outside.  Paused only."""
+        slots = np.flatnonzero(self.slot_row >= 0).astype(np.int32)
+        self.store.read(self.slot_row[slots], self.weight, self.state, slots)
+        self.dirty[slots] = 0
+
+    def planned_rows(self) -> np.ndarray:
+        """Row in each planned slot, int64 [C]; -1 = empty."""
+        return self.slot_row[: self.rows]
+
+    def grow(self, rows: int) -> None:
+        """At least `rows` planned slots.  Paused or idle only."""
+        if rows > self.rows:
+            self._resize(rows, self.lent)
+
+    def _resize(self, rows: int, places: int) -> None:
+        """`rows` planned slots and `places` places to lend; contents are kept."""
+        size = rows + places
+        weight = self.driver.empty((size, self.store.dim), np.float32)
+        state = self.driver.empty((size, self.store.state_width), np.float32)
+        slot_row, dirty = np.full(size, -1, np.int64), np.zeros(size, np.uint8)
+        spans = ((0, 0, self.rows), (rows, self.rows, self.lent))
+        for to, start, count in spans:
+            for new, old in ((weight, self.weight), (state, self.state), (slot_row, self.slot_row), (dirty, self.dirty)):
+                new[to : to + count] = old[start : start + count]
+        self.weight, self.state, self.slot_row, self.dirty = weight, state, slot_row, dirty
+        self.rows = rows
+
+    def check(self) -> None:
+        """Raise AssertionError naming a broken rule (for tests; paused or idle)."""
+        used = self.slot_row[self.slot_row >= 0]
+        if np.unique(used).size != used.size:
+            raise AssertionError("rule 1: a row is on the device twice")
+        if (self.dirty[self.slot_row < 0] != 0).any():
+            raise AssertionError("rule 7: an empty slot is dirty")
+        if (self.slot_row[self.rows + self.lent :] >= 0).any():
+            raise AssertionError("rule 1: a place that was given back still holds a row")

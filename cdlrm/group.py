@@ -1,0 +1,438 @@
+"""`Group`: tables of equal dim and optimizer, merged into one row space with one cache and one plan.
+
+A group's batches are numbered by its planner.  There are three ways to a batch:
+
+* a look-ahead announces it (`announce`, `plan_next`, then `begin` … `end` around its training);
+* on demand: a forward call without a look-ahead scans, plans and executes at once;
+* borrowed: ids that no plan knows of inside a look-ahead, and evaluation: rows are read where they
+  are, or from the store into lent places, while transfers wait.
+
+Which thread: `announce` and `plan_next` the planner's, `Cache.try_execute` the transfer's, all else
+the trainer's.  `_planning` guards the planner and `pending` (plans that are not executed yet).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .cache import Cache
+from .driver.base import Driver
+from .errors import UsageError
+from .initial import Initializer
+from .lookups import FeatureSlot, Lookups
+from .optim import Adam, Optimizer
+from .plan import MinCounter, Plan, Planner
+from .plan.resident import ResidentPlanner
+from .step import Call, Step, merge
+from .store import RamStore
+from .table import Table
+
+log = logging.getLogger("cdlrm")
+
+
+@dataclass
+class Counts:
+    """What a group did; rows and bytes moved are in `Cache.moves`."""
+
+    steps: int = 0
+    lookups: int = 0
+    distinct: int = 0
+    hits: int = 0
+    short_windows: int = 0
+    unannounced: int = 0
+    skipped_steps: int = 0
+    seconds_plan: float = 0.0
+    seconds_transfer: float = 0.0
+    seconds_lookup: float = 0.0
+    seconds_update: float = 0.0
+    distinct_by_table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Group:
+    """`tables` (numbers `numbers` in their collection) with `optimizer`, `cache_rows` slots.
+
+    `resident`: every row is on the device, slot = row, and nothing moves.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        numbers: Sequence[int],
+        optimizer: Optimizer,
+        driver: Driver,
+        *,
+        cache_rows: int,
+        resident: bool,
+        strict: bool,
+        seed: int,
+        shards: int | None,
+    ) -> None:
+        self.tables, self.optimizer, self.driver = list(tables), optimizer, driver
+        self.dim = tables[0].embedding_dim
+        self.bases = np.concatenate([[0], np.cumsum([t.num_embeddings for t in tables])]).astype(np.int64)
+        self.num_rows = int(self.bases[-1])
+        initializer = Initializer(
+            self.bases, [t.init for t in tables], seed, self.dim, numbers, [t.name for t in tables]
+        )
+        self.store = RamStore(
+            self.num_rows, self.dim, optimizer.state_width(self.dim), optimizer.initial_state, initializer, driver
+        )
+        self.resident = resident
+        self.hyper: dict[str, Any] = {"lr": optimizer.lr}  # a param_group of torch: `lr` may change
+        self.table_steps = np.zeros(len(tables), np.int64)
+        self.counts = Counts(distinct_by_table=np.zeros(len(tables), np.int64))
+        self.planner: Planner | ResidentPlanner
+        if resident:
+            self.store.make_resident()
+            self.planner = ResidentPlanner(self.num_rows, driver)
+            self.cache = Cache(0, self.store, driver)
+            self.minimum: MinCounter | None = None
+        else:
+            self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
+            self.cache = Cache(self.planner.cache_rows, self.store, driver)
+            self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        self.attached: Any = None  # the look-ahead that feeds this group
+        self.step: Step | None = None
+        self.completed = -1  # newest batch that ended
+        self.pending: deque[Plan] = deque()
+        self._planning = threading.Lock()
+        self._holding = False  # a step with borrowed rows is open: the cache is held
+        self._stamps: np.ndarray | None = None
+        self._told_unannounced = False
+
+    # --- the device's arrays ---
+
+    @property
+    def weight(self) -> np.ndarray:
+        return self.store.weight if self.resident else self.cache.weight
+
+    @property
+    def state(self) -> np.ndarray:
+        return self.store.state if self.resident else self.cache.state
+
+    @property
+    def lr(self) -> float:
+        return float(self.hyper["lr"])
+
+    # --- the planner's thread ---
+
+    def set_depth(self, depth: int) -> None:
+        """Prefetch depth of the look-ahead to come; the MIN count starts again if it changes."""
+        if self.resident or self.planner.prefetch_depth == depth:
+            return
+        self.planner.prefetch_depth = depth
+        fresh = MinCounter(self.num_rows, self.cache.rows, 0, depth)
+        if self.minimum is not None:
+            fresh.continue_from(self.minimum)
+        self.minimum = fresh
+
+    def announce(self, calls: Sequence[Lookups]) -> int:
+        """Scan a batch that will come: the lookups of each of its calls.  Returns its number."""
+        rows, cuts = _together(calls)
+        started = time.perf_counter()
+        with self._planning:
+            batch = self.planner.scan(rows, cuts)
+        self.counts.seconds_plan += time.perf_counter() - started
+        return batch
+
+    def plan_next(self, short: bool = False) -> Plan:
+        """Plan the next announced batch; it is pending until its transfer was executed."""
+        started = time.perf_counter()
+        with self._planning:
+            plan = self.planner.plan()
+            plan.short = short
+            self.pending.append(plan)
+        self._count(plan)
+        self.counts.seconds_plan += time.perf_counter() - started
+        return plan
+
+    def _count(self, plan: Plan) -> None:
+        self.counts.lookups += plan.lookups
+        self.counts.distinct += plan.distinct
+        self.counts.hits += plan.hits
+        self.counts.short_windows += plan.short
+        if plan.grows:
+            log.warning(
+                "batch %d needs %d rows at once: the cache grew to %d rows (%.1f MiB); raise cache_rows to at least "
+                "this, or use strict=True to refuse such batches",
+                plan.batch, plan.distinct, plan.cache_rows, plan.cache_rows * self.store.record_bytes / 2**20,
+            )  # fmt: skip
+        if self.minimum is not None:
+            self.minimum.resize(plan.cache_rows)
+            self.minimum.add(plan.seg_row)
+
+    # --- the transfer's thread ---
+
+    def try_execute(self, plan: Plan) -> bool:
+        """Execute the oldest pending plan unless its batches to wait for, or a pause, forbid it."""
+        if plan.wait_for > self.completed:
+            return False
+        started = time.perf_counter()
+        if not self.resident and not self.cache.try_execute(plan):
+            return False
+        with self._planning:
+            self.pending.popleft()
+        self.counts.seconds_transfer += time.perf_counter() - started
+        return True
+
+    # --- the trainer's thread: a step ---
+
+    def begin(self, plan: Plan, announced: list[Lookups]) -> None:
+        """A planned batch is trained from now on."""
+        self.step = Step(plan.batch, plan, announced)
+
+    def end(self) -> None:
+        """End the current step: apply what has come, give borrowed rows back."""
+        step, self.step = self.step, None
+        if step is not None:
+            try:
+                self._apply(step)
+            finally:
+                step.ended = True
+                self.counts.steps += 1
+                if step.plan is not None:
+                    self.completed = step.plan.batch
+                self._release()
+
+    def settle(self, force: bool = False) -> None:
+        """Apply gradients that wait for calls which died (`force`: for any call)."""
+        if self.step is not None and self.step.graded and (force or not self.step.waiting()):
+            self._apply(self.step)
+
+    def abandon(self) -> None:
+        """End the look-ahead now: plans that were not executed never happened."""
+        self.end()
+        with self._planning:
+            if self.pending or self.planner.window:
+                self.cache.grow(0 if self.resident else self.planner.cache_rows)
+                self.planner.reset(self.cache.planned_rows())
+                self.pending.clear()
+            self.completed = self.planner.scanned - 1
+
+    def training_slots(self, lookups: Lookups) -> Call:
+        """The slots of a forward call that may be followed by a backward, brought in if need be."""
+        self.settle()
+        if self.attached is None:
+            return self._on_demand(lookups)
+        if self.step is None:
+            self.step = Step(self.completed)
+        for i, announced in enumerate(self.step.announced):
+            if announced.same_ids(lookups):
+                return self.step.open_call(lookups, self.step.announced_slots(i), i)
+        self.counts.unannounced += 1
+        if not self._told_unannounced:
+            self._told_unannounced = True
+            log.warning(
+                "batch %d: the ids at forward are not those announced to the look-ahead; they are fetched on demand, "
+                "exactly but slowly (said once; counted as `unannounced`). Check the `ids=` function.",
+                self.step.batch,
+            )
+        return self.step.open_call(lookups, self._borrow(lookups.rows), -1)
+
+    def _on_demand(self, lookups: Lookups) -> Call:
+        step = self.step
+        if step is not None and not step.graded and not step.waiting():
+            self.end()
+            step = None
+        hold = 0 if step is None else step.batches
+        try:
+            self.announce([lookups])
+            with self._planning:
+                plan = self.planner.plan(hold)
+                self.pending.append(plan)
+            self._count(plan)
+            plan.wait_for = -1  # this thread is the trainer
+            if not self.try_execute(plan):
+                raise UsageError("a forward call came while the cache is paused by another thread.")
+        except BaseException:
+            self.step = step
+            self.abandon()
+            raise
+        if step is None:
+            step = self.step = Step(plan.batch, plan, [lookups])
+            return step.open_call(lookups, plan.slots, 0)
+        step.batches += 1
+        step.plan = plan
+        return step.open_call(lookups, plan.slots, -1)
+
+    def receive(self, call: Call, grad: np.ndarray, weights: np.ndarray | None, finite: bool) -> None:
+        """The gradient of a call's output, float32 [R, D] with mean bags divided already."""
+        step = call.step
+        step.receive(call, grad, weights)
+        step.skip = step.skip or not finite
+        if not step.waiting():
+            self._apply(step)
+
+    def _apply(self, step: Step) -> None:
+        """One update with all gradients that have come."""
+        calls = step.take()
+        if not calls:
+            return
+        if step.skip:
+            step.skip = False
+            self.counts.skipped_steps += 1
+            return
+        started = time.perf_counter()
+        lookup_row, grad, weights = merge(calls)
+        segments = step.planned_segments(calls)
+        if segments is None:
+            slots = calls[0].slots if len(calls) == 1 else np.concatenate([call.slots for call in calls])
+            segments = self.driver.build_segments(slots, self._scratch())
+        step_sizes = None
+        if isinstance(self.optimizer, Adam):
+            self.table_steps[self._tables_of(calls)] += 1
+            step_sizes = np.array([self.optimizer.step_size(self.lr, max(int(t), 1)) for t in self.table_steps], np.float32)
+            rows = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
+            segments.seg_table = (np.searchsorted(self.bases, rows, side="right") - 1).astype(np.int32)
+        self.driver.update(
+            self.optimizer, self.lr, self.weight, self.state, segments, lookup_row, grad, weights, step_sizes
+        )
+        if self.resident:
+            self.store.mark(segments.seg_slot)
+        else:
+            self.cache.mark_dirty(segments.seg_slot)
+        self.counts.seconds_update += time.perf_counter() - started
+
+    def _tables_of(self, calls: Sequence[Call]) -> np.ndarray:
+        """Numbers (in the group) of the tables that the calls use, also where all bags are empty."""
+        return np.unique(np.searchsorted(self.bases, np.concatenate([c.lookups.bases for c in calls]), side="right") - 1)
+
+    def _scratch(self) -> np.ndarray:
+        slots = self.num_rows if self.resident else int(self.cache.slot_row.size)
+        if self._stamps is None or self._stamps.size < slots + 1:
+            self._stamps = self.driver.new_stamps(slots)
+        return self._stamps
+
+    # --- the trainer's thread: rows that no plan knows of ---
+
+    def _borrow(self, rows: np.ndarray) -> np.ndarray:
+        """Slots of `rows` for training in the open step; transfers wait until the step ends."""
+        if self.resident:
+            return rows
+        if not self._holding:
+            self.cache.hold()
+            self._holding = True
+        distinct, inverse = np.unique(rows, return_inverse=True)
+        slots = self._resolve(distinct)
+        missing = np.flatnonzero(slots < 0)
+        if missing.size:
+            slots[missing] = self.cache.borrow(distinct[missing])
+        return slots[inverse.reshape(-1)]
+
+    def reading_slots(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
+        """Slots with the newest values of `rows`, for reading; and how many places are lent otherwise.
+
+        The cache must be paused; afterwards `cache.give_back(keep)` with the second value.
+        """
+        if self.resident:
+            return rows, 0
+        keep = self.cache.lent
+        slots = self._resolve(rows)
+        missing = np.flatnonzero(slots < 0)
+        if missing.size:
+            slots[missing] = self.cache.borrow(rows[missing])
+        return slots, keep
+
+    def _resolve(self, rows: np.ndarray) -> np.ndarray:
+        """Where `rows` are on the device now, int32; -1: only in the store.  Paused only.
+
+        The planner's map is ahead by the pending plans, so they are undone, newest first.
+        """
+        with self._planning:
+            slots = self.planner.slots_of(rows).astype(np.int32)
+            for plan in reversed(self.pending):
+                slots[np.isin(rows, plan.fill_rows)] = -1
+                if plan.evict_rows.size:
+                    order = np.argsort(plan.evict_rows)
+                    at = np.minimum(np.searchsorted(plan.evict_rows[order], rows), order.size - 1)
+                    hit = plan.evict_rows[order[at]] == rows
+                    slots[hit] = plan.evict_slots[order[at[hit]]]
+        lost = np.flatnonzero(slots < 0)
+        if lost.size and self.cache.lent:
+            slots[lost] = self.cache.find_lent(rows[lost])
+        return slots
+
+    def _release(self) -> None:
+        if self._holding:
+            self._holding = False
+            try:
+                self.cache.give_back()
+            finally:
+                self.cache.let_go()
+
+    # --- whole tables ---
+
+    def flush(self) -> None:
+        """Bring every record home: afterwards the store holds the newest values."""
+        self.settle()
+        if not self.resident:
+            with self.cache.pause():
+                self.cache.flush()
+
+    def table_values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of a table's newest weights [rows, D] and state [rows, S]."""
+        lo, hi = self.span(name)
+        self.flush()
+        with self.cache.pause():
+            return self.store.get(lo, hi)
+
+    def set_table(self, name: str, weight: np.ndarray | None, state: np.ndarray | None) -> None:
+        """Replace a table's weights and/or state; cached rows follow."""
+        lo, _ = self.span(name)
+        self.flush()
+        with self.cache.pause():
+            self.store.put(lo, weight, state)
+            if not self.resident:
+                self.cache.refresh()
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Group rows [lo, hi) of a table."""
+        t = [table.name for table in self.tables].index(name)
+        return int(self.bases[t]), int(self.bases[t + 1])
+
+    def check(self) -> None:
+        """Raise AssertionError naming a broken rule (tests call it after every public call)."""
+        if self.resident:
+            return
+        with self.cache.pause(), self._planning:
+            self.cache.check()
+            self.planner.check()
+            expected = np.full(self.planner.cache_rows, -1, np.int64)
+            expected[: self.cache.rows] = self.cache.planned_rows()
+            for plan in self.pending:
+                expected[plan.evict_slots] = -1
+                expected[plan.fill_slots] = plan.fill_rows
+            if not np.array_equal(expected, self.planner.slot_rows()):
+                raise AssertionError("rule 1: cache plus pending plans is not what the planner believes")
+
+    def close(self) -> None:
+        self.abandon()
+        self.flush()
+        self.store.close()
+
+
+def _together(calls: Sequence[Lookups]) -> tuple[np.ndarray, Sequence[int]]:
+    """Rows of all calls, and (for a single call) where one table's lookups end and the next's begin."""
+    if len(calls) != 1:
+        rows = [call.rows for call in calls]
+        return (np.concatenate(rows) if rows else np.empty(0, np.int64)), ()
+    call = calls[0]
+    changes = np.flatnonzero(np.diff(call.bases)) + 1
+    return call.rows, call.feature_starts[changes].tolist()
+
+
+def feature_slots(tables: Sequence[Table], bases: np.ndarray, columns: dict[str, int]) -> list[FeatureSlot]:
+    """The features of a group in the order of its tables."""
+    return [
+        FeatureSlot(feature, table.name, int(bases[t]), table.num_embeddings, columns[feature], table.pooling == "mean")
+        for t, table in enumerate(tables)
+        for feature in table.feature_names
+    ]

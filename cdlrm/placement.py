@@ -1,0 +1,70 @@
+"""Which groups there are, which of them are resident, and how many slots the others get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import ConfigError
+from .optim import Optimizer
+from .table import Table
+
+RESERVE = 0.25  # of the available memory is left to everything else
+
+
+def available_bytes() -> int:
+    """Host memory that may still be used: the machine's, or less under a cgroup's limit."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return max(available, 0)
+
+
+def split_groups(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[list[int]]:
+    """Numbers of the tables of each group: equal dim, optimizer and residency, in order of first use."""
+    groups: dict[tuple[int, Optimizer, bool], list[int]] = {}
+    for number, (table, optimizer) in enumerate(zip(tables, optimizers, strict=True)):
+        groups.setdefault((table.embedding_dim, optimizer, table.resident), []).append(number)
+    return list(groups.values())
+
+
+def check_cache_settings(cache_rows: int | str, cache_ratio: float | None) -> None:
+    """Raise ConfigError unless at most one of the two is given and it can work."""
+    if cache_ratio is not None:
+        if cache_rows != "auto":
+            raise ConfigError(f"cache_rows={cache_rows!r} and cache_ratio={cache_ratio!r}: give one of the two.")
+        if not isinstance(cache_ratio, (int, float)) or isinstance(cache_ratio, bool) or not 0 < cache_ratio <= 1:
+            raise ConfigError(f"cache_ratio={cache_ratio!r}: must be above 0 and at most 1 (1 = all rows).")
+    elif cache_rows != "auto":
+        if not isinstance(cache_rows, int) or isinstance(cache_rows, bool) or cache_rows < 1:
+            raise ConfigError(f'cache_rows={cache_rows!r}: must be "auto" or an integer, 1 or more.')
+
+
+def place(
+    rows: Sequence[int], record_bytes: Sequence[int], cache_rows: int | str, cache_ratio: float | None
+) -> tuple[list[int], list[str]]:
+    """Slots of each group (as many as its rows = resident), and what was chosen automatically and why.
+
+    `rows` and `record_bytes` of each group that is not resident by request.  `cache_rows` are shared
+    among the groups in proportion to their rows.
+    """
+    total = sum(rows)
+    if cache_ratio is not None:
+        return [max(1, math.ceil(n * cache_ratio)) for n in rows], []
+    if cache_rows != "auto":
+        wanted = int(cache_rows)
+        return [min(n, max(1, wanted * n // max(total, 1))) for n in rows], []
+    need = sum(n * size for n, size in zip(rows, record_bytes, strict=True))
+    have = available_bytes()
+    usable = int(have * (1 - RESERVE))
+    told = f"{need / 2**30:.2f} GiB of records, {have / 2**30:.2f} GiB of host memory available"
+    if need <= usable:
+        return list(rows), [f"cache_rows=auto: everything is resident ({told}, {RESERVE:.0%} reserved)."]
+    raise ConfigError(
+        f"the tables do not fit the host memory: {told}, of which {RESERVE:.0%} stay reserved; use fewer rows, a "
+        f"smaller dim, or an optimizer with less state."
+    )

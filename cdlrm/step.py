@@ -1,0 +1,112 @@
+"""`Step` and `Call`: the life of one batch in one group, from its forward calls to its one update.
+
+A step may hear several forward calls; it makes one update, when the gradients of all calls that are
+still alive have come (as torch's optimizers would at the end of the step), and it makes none when no
+gradient comes.  A call dies when autograd frees the graph that could still reach it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .driver.base import Segments
+from .errors import UsageError
+from .lookups import Lookups
+from .plan import Plan
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call whose gradient may come.  `slots` of its lookups; `grad` once it is there."""
+
+    step: Step
+    lookups: Lookups
+    slots: np.ndarray
+    number: int  # order of the calls of the step
+    announced: int  # which announced call this is; -1: none
+    grad: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    def accept(self) -> None:
+        """Raise UsageError unless a gradient may come now."""
+        if self.grad is not None or self.number in self.step.used:
+            raise UsageError(
+                "second backward through the same embedding lookup: its update has been applied in the first one; "
+                "run the forward again, or add the losses and call backward once."
+            )
+        if self.step.ended:
+            raise UsageError(
+                f"backward after the end of its batch (batch {self.step.batch}): its rows may have left the cache; "
+                f"call backward before the loop asks for the next batch."
+            )
+
+
+@dataclass(eq=False)
+class Step:
+    """Batch `batch` of a group: its plan (None: no plan, rows are borrowed), its calls, its update."""
+
+    batch: int
+    plan: Plan | None = None
+    announced: list[Lookups] = field(default_factory=list)
+    batches: int = 1  # planned batches that make up this step (on demand: one a forward call)
+    ended: bool = False
+    skip: bool = False  # a gradient was not finite: no update
+    used: set[int] = field(default_factory=set)  # numbers of the calls whose gradient came
+    graded: list[Call] = field(default_factory=list)
+    _waiting: list[weakref.ref[Call]] = field(default_factory=list)
+    _calls: int = 0
+
+    def open_call(self, lookups: Lookups, slots: np.ndarray, announced: int) -> Call:
+        call = Call(self, lookups, slots, self._calls, announced)
+        self._calls += 1
+        self._waiting.append(weakref.ref(call))
+        return call
+
+    def waiting(self) -> bool:
+        """Whether a gradient may still come."""
+        self._waiting = [ref for ref in self._waiting if (call := ref()) is not None and call.number not in self.used]
+        return bool(self._waiting)
+
+    def receive(self, call: Call, grad: np.ndarray, weights: np.ndarray | None) -> None:
+        call.grad, call.weights = grad, weights
+        self.used.add(call.number)
+        self.graded.append(call)
+
+    def take(self) -> list[Call]:
+        """The calls with a gradient, in the order of their forwards; they are updated now."""
+        calls, self.graded = sorted(self.graded, key=lambda call: call.number), []
+        return calls
+
+    def announced_slots(self, i: int) -> np.ndarray:
+        """Slots of the lookups of announced call `i`, int [L_i]."""
+        assert self.plan is not None
+        start = sum(int(lookups.rows.size) for lookups in self.announced[:i])
+        return self.plan.slots[start : start + int(self.announced[i].rows.size)]
+
+    def planned_segments(self, calls: list[Call]) -> Segments | None:
+        """The plan's segments, if `calls` are exactly the announced ones."""
+        if self.plan is None or [call.announced for call in calls] != list(range(len(self.announced))):
+            return None
+        if self.batches != 1:
+            return None
+        return Segments(self.plan.seg_slot, self.plan.seg_start, self.plan.seg_lookup)
+
+
+def merge(calls: list[Call]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """One list of lookups of several calls: `lookup_row`, gradient matrix, per-sample weights."""
+    grads = [call.grad for call in calls if call.grad is not None]
+    if len(calls) == 1:
+        return calls[0].lookups.lookup_row, grads[0], calls[0].weights
+    base, rows = 0, []
+    for call, grad in zip(calls, grads, strict=True):
+        rows.append(call.lookups.lookup_row + np.int32(base))
+        base += grad.shape[0]
+    weights = None
+    if any(call.weights is not None for call in calls):
+        weights = np.concatenate(
+            [np.ones(c.lookups.rows.size, np.float32) if c.weights is None else c.weights for c in calls]
+        )
+    return np.concatenate(rows), np.concatenate(grads), weights

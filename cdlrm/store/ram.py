@@ -1,0 +1,116 @@
+"""`RamStore`: all records of a group in host memory.
+
+A row's weights and optimizer state are two rows of two arrays and always move together.  A row that
+was never trained is not stored anywhere: its value is the initial one, a function of (seed, table,
+row, column) alone, and is generated where it is needed.  The arrays are allocated without being
+touched, so memory is used only by rows that were written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..driver.base import Driver
+from ..initial import Initializer
+from . import bits
+
+PIECE_ROWS = 1 << 16
+
+
+class RamStore:
+    """Home of the records of `num_rows` rows: weights float32 [N, D] and state float32 [N, S].
+
+    `trained` and `changed` are one bit a row: ever written by training (or loading), and written
+    since the bit was last cleared (by a checkpoint).
+    """
+
+    kind = "ram"
+
+    def __init__(
+        self, num_rows: int, dim: int, state_width: int, initial_state: float, initializer: Initializer, driver: Driver
+    ) -> None:
+        self.num_rows, self.dim, self.state_width = num_rows, dim, state_width
+        self.initial_state = np.float32(initial_state)
+        self.initializer = initializer
+        self.driver = driver
+        self.weight = driver.empty((num_rows, dim), np.float32)
+        self.state = driver.empty((num_rows, state_width), np.float32)
+        self.trained = np.zeros(-(-num_rows // 8), np.uint8)
+        self.changed = np.zeros(-(-num_rows // 8), np.uint8)
+        self._complete = False
+
+    @property
+    def record_bytes(self) -> int:
+        return 4 * (self.dim + self.state_width)
+
+    def read(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> int:
+        """Copy the records of `rows int64 [n]` to `weight[index]`, `state[index]`; returns how many
+        were stored (the others were generated)."""
+        if self._complete:
+            stored, fresh = np.arange(rows.size), np.empty(0, np.int64)
+        else:
+            stored, fresh = bits.positions(self.trained, rows)
+        if stored.size:
+            self.driver.copy_rows(weight, index[stored], self.weight, rows[stored])
+            if self.state_width:
+                self.driver.copy_rows(state, index[stored], self.state, rows[stored])
+        if fresh.size:
+            self.initializer.rows(weight, index[fresh], rows[fresh])
+            if self.state_width:
+                state[index[fresh]] = self.initial_state
+        return int(stored.size)
+
+    def write(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> None:
+        """Store `weight[index]`, `state[index]` as the records of the distinct `rows int64 [n]`."""
+        self.driver.copy_rows(self.weight, rows, weight, index)
+        if self.state_width:
+            self.driver.copy_rows(self.state, rows, state, index)
+        self.mark(rows)
+
+    def mark(self, rows: np.ndarray) -> None:
+        """The records of `rows` were trained in place."""
+        bits.mark(self.trained, rows)
+        bits.mark(self.changed, rows)
+
+    def make_resident(self) -> None:
+        """Generate every row that was never trained, so that `weight` and `state` hold the whole table."""
+        if self._complete:
+            return
+        for lo in range(0, self.num_rows, PIECE_ROWS):
+            self._complete_range(lo, min(lo + PIECE_ROWS, self.num_rows))
+        self._complete = True
+
+    def _complete_range(self, lo: int, hi: int) -> None:
+        fresh = bits.clear_rows(self.trained, lo, hi)
+        self.initializer.rows(self.weight, fresh, fresh)
+        if self.state_width:
+            self.state[fresh] = self.initial_state
+
+    def get(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of weights [hi-lo, D] and state [hi-lo, S] of the rows [lo, hi)."""
+        weight = np.empty((hi - lo, self.dim), np.float32)
+        state = np.empty((hi - lo, self.state_width), np.float32)
+        for at in range(lo, hi, PIECE_ROWS):
+            stop = min(at + PIECE_ROWS, hi)
+            rows = np.arange(at, stop, dtype=np.int64)
+            self.read(rows, weight, state, (rows - lo).astype(np.int32))
+        return weight, state
+
+    def put(self, lo: int, weight: np.ndarray | None, state: np.ndarray | None) -> None:
+        """Replace weights and/or state of the rows from `lo` on (float32, as `get` returns them)."""
+        given = weight if weight is not None else state
+        if given is None or not given.shape[0]:
+            return
+        hi = lo + given.shape[0]
+        for at in range(lo, hi, PIECE_ROWS):
+            stop = min(at + PIECE_ROWS, hi)
+            if not self._complete:
+                self._complete_range(at, stop)
+            if weight is not None:
+                self.weight[at:stop] = weight[at - lo : stop - lo]
+            if state is not None and self.state_width:
+                self.state[at:stop] = state[at - lo : stop - lo]
+            self.mark(np.arange(at, stop, dtype=np.int64))
+
+    def close(self) -> None:
+        """Nothing to release before the arrays themselves."""
