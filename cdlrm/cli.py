@@ -131,8 +131,8 @@ def run_train(found: argparse.Namespace) -> int:
 
         sys.stdout.write(yaml.safe_dump(config.to_mapping(), sort_keys=False))
         return 0
-    if config.json is not None and not Path(config.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {config.json}: its folder does not exist; create it first.")
+    if config.json is not None:
+        _check_writable(Path(config.json))
     from .progress import Listener, ProgressBar
     from .report import jsonable, render
     from .train import train
@@ -145,10 +145,17 @@ def run_train(found: argparse.Namespace) -> int:
     return 130 if report["interrupted"] else 0
 
 
+def _check_writable(file: Path) -> None:
+    """Before hours of training, not after."""
+    if file.is_dir():
+        raise ConfigError(f"--json {file}: is a folder; name a file in it.")
+    if not file.resolve().parent.is_dir():
+        raise ConfigError(f"--json {file}: its folder does not exist; create it first.")
+
+
 def _config(found: argparse.Namespace) -> TrainConfig:
     """The settings: defaults, then the YAML file, then the flags."""
     values = read_yaml(found.config) if found.config else {}
-    values = {str(key).lstrip("-").replace("-", "_"): value for key, value in values.items()}
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     values.update({name: value for name, value in vars(found).items() if name in names})
     return TrainConfig.from_mapping(values)

@@ -176,12 +176,14 @@ class TrainConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> TrainConfig:
         """From names to values (a YAML file); names may have dashes; an unknown one is refused with a suggestion."""
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = {field.name: field.name for field in dataclasses.fields(cls)}
+        for field in dataclasses.fields(cls):
+            names |= {name_of(alias): field.name for alias in field.metadata["aliases"]}
         known: dict[str, Any] = {}
         for key, value in values.items():
-            name = str(key).lstrip("-").replace("-", "_")
-            if name not in names:
-                raise ConfigError(f"setting {key!r} is unknown{suggestion(name, names)}.")
+            name = names.get(name_of(key))
+            if name is None:
+                raise ConfigError(f"setting {key!r} is unknown{suggestion(name_of(key), names)}.")
             known[name] = value
         return cls(**known)
 
@@ -192,6 +194,11 @@ class TrainConfig:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def name_of(key: object) -> str:
+    """A setting's name from a flag or a YAML key."""
+    return str(key).lstrip("-").replace("-", "_")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -270,8 +270,8 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
     )
     if config.cache_rows is None:
         chosen.append(
-            f"cache: {collection.stats()['cache_rows']:,} rows, {100 * config.cache_ratio:g} % of {sum(data.table_rows):,}"
-            " (--cache-ratio; --cache-rows gives a number instead)."
+            f"cache: {collection.stats()['cache_rows']:,} rows, {100 * config.cache_ratio:g} % of all "
+            f"{sum(data.table_rows):,} (--cache-ratio; --cache-rows gives a number instead)."
         )
     if config.device == "auto":
         chosen.append("device: cpu, the only one of this version.")
@@ -284,7 +284,8 @@ def build_model(config: TrainConfig, data: Datasets, tables: nn.Module, chosen: 
     if config.arch_mlp_bot is None:
         bottom = [data.num_dense, 512, 256, 64, dim]
         chosen.append(
-            f"bottom MLP: {'-'.join(map(str, bottom))}, from {data.num_dense} dense columns to dim {dim} (--arch-mlp-bot)."
+            f"bottom MLP: {'-'.join(map(str, bottom))}, from the {data.num_dense} dense columns to dim {dim} "
+            "(--arch-mlp-bot)."
         )
     else:
         bottom = dashed("--arch-mlp-bot", config.arch_mlp_bot)

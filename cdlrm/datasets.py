@@ -1,0 +1,85 @@
+"""The training and test data of a run, opened as its `TrainConfig` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .config import TrainConfig, dashed
+from .data import Source
+from .errors import ConfigError
+
+SYNTHETIC_BATCHES = 200
+"""Training batches of the synthetic data when --num-batches is not given: about half a minute on two cores."""
+SYNTHETIC_TEST_SAMPLES = 65536
+FILE_TABLE_ROWS = 2**20
+TEST_BATCH_FACTOR = 8
+
+
+@dataclass
+class Datasets:
+    """`train` and `test` (None: nothing to evaluate on) with the same columns; both may be iterated many times."""
+
+    train: Source
+    test: Source | None
+    features: list[str]
+    num_dense: int
+    table_rows: list[int]
+
+    @property
+    def train_samples(self) -> int | None:
+        """Samples of an epoch, or None where only reading the files would tell."""
+        rows, limit = self.train.rows_total, self.train.limit_batches
+        if limit is None:
+            return rows
+        return limit * self.train.batch_size if rows is None else min(rows, limit * self.train.batch_size)
+
+    def counters(self) -> dict[str, Any]:
+        """What reading counted, for the report: malformed rows that were left out."""
+        test = 0 if self.test is None else self.test.skipped_rows
+        return {"bad_rows": self.train.skipped_rows + test}
+
+
+def open_datasets(config: TrainConfig, chosen: list[str]) -> Datasets:
+    """Open the data; appends to `chosen` what was decided without being asked.
+
+    Raises ConfigError for settings that do not fit the data, DataError for the files.
+    """
+    train, test = _from_files(config, chosen) if config.data else _synthetic(config, chosen)
+    return Datasets(train, test, train.features, train.num_dense, train.table_rows)
+
+
+def _test_batch(config: TrainConfig) -> int:
+    return config.test_mini_batch_size or TEST_BATCH_FACTOR * config.mini_batch_size
+
+
+def _synthetic(config: TrainConfig, chosen: list[str]) -> tuple[Source, Source]:
+    from .data.synthetic import CARDINALITIES, SyntheticSource
+
+    if config.ids == "hash":
+        raise ConfigError("--ids hash without --data: the ids of the synthetic data are row numbers; use --ids rows.")
+    chosen.append("data: synthetic, shaped like the Criteo click logs, because --data is not given.")
+    if config.synthetic_rows is None:
+        cardinalities = CARDINALITIES
+    else:
+        cardinalities = dashed("--synthetic-rows", config.synthetic_rows)
+    batches = config.num_batches or SYNTHETIC_BATCHES
+    if config.num_batches is None:
+        chosen.append(f"training batches: {batches}, the default for synthetic data (--num-batches).")
+    train_rows = batches * config.mini_batch_size
+
+    def source(first: int, rows: int, batch_size: int, shuffle: bool) -> Source:
+        return SyntheticSource(
+            batch_size=batch_size,
+            num_rows=train_rows + SYNTHETIC_TEST_SAMPLES,
+            row_range=(first, first + rows),
+            cardinalities=cardinalities,
+            exponents=config.synthetic_zipf,
+            lengths=config.synthetic_multi_hot,
+            seed=config.seed,
+            shuffle=shuffle,
+        )
+
+    train = source(0, train_rows, config.mini_batch_size, config.shuffle)
+    test = source(train_rows, SYNTHETIC_TEST_SAMPLES, _test_batch(config), False)
+    return train, test

@@ -1,0 +1,76 @@
+"""The package as installed: metadata, what `import cdlrm` brings in, and files that must or must not exist."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NOT_IMPORTED = ("cupy", "jsonargparse", "yaml", "argparse", "torchmetrics", "tqdm", "pyarrow", "matplotlib", "safetensors")
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_brings_in_neither_gpu_nor_command_line_libraries() -> None:
+    code = (
+        "import json, sys, torch, numba\n"
+        "before = set(sys.modules)\n"
+        "import cdlrm\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    new = {name.partition(".")[0] for name in json.loads(python(code))}
+    assert new.isdisjoint(NOT_IMPORTED)
+    assert "cdlrm" in new
+
+
+def test_public_names_resolve() -> None:
+    import cdlrm
+
+    for name in ("Table", "EmbeddingBagCollection", "SGD", "RowWiseAdagrad", "lookahead", "Batch", "Jagged", "CdlrmError"):
+        assert name in dir(cdlrm)
+        assert getattr(cdlrm, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        cdlrm.no_such_name  # noqa: B018
+
+
+def test_every_folder_of_modules_is_a_package_that_setup_finds() -> None:
+    found = set(find_packages(str(ROOT), include=["cdlrm", "cdlrm.*"]))
+    folders = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "cdlrm").rglob("*.py")}
+    assert folders == found
+
+
+def test_metadata() -> None:
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for word in ('python_requires=">=3.11"', '"cdlrm = cdlrm.cli:main"', 'license="Apache-2.0"', "aarch64", "x86_64"):
+        assert word in setup
+    for extra in ("cuda12", "cuda13", "test", "plot", "notebook", "torchrec"):
+        assert f'"{extra}": [' in setup
+    assert (ROOT / "cdlrm" / "py.typed").is_file()
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+
+
+def test_version_is_written_once_or_the_same() -> None:
+    import cdlrm
+
+    assert f'version="{cdlrm.__version__}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+def test_no_cuda_package_shadows_nvidias() -> None:
+    """`cuda/__init__.py` would shadow NVIDIA's namespace package `cuda` and break CuPy."""
+    assert not (ROOT / "cuda" / "__init__.py").exists()
+
+
+def test_library_does_not_print() -> None:
+    for file in (ROOT / "cdlrm").rglob("*.py"):
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            assert not line.lstrip().startswith("print("), f"{file.name}:{number}"
