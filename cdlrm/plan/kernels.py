@@ -22,7 +22,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from ..prefetch import prefetch
+from ..driver.intrinsics import prefetch_read as prefetch
 
 HEAD, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_TAIL, FREE, FAR, HELD = range(9)
 NONE = np.int32(-1)  # no known next use
@@ -185,6 +185,7 @@ def pop_victim(j, ring32, slot32, fifo, start, listed, regs):
     fmask = fifo.shape[0] - 1
     while regs[FIFO_HEAD] < regs[FIFO_TAIL]:
         at = regs[FIFO_HEAD] & fmask
+        prefetch(slot32, np.int64(fifo[(regs[FIFO_HEAD] + AHEAD) & fmask, 0]) * 4)
         regs[FIFO_HEAD] += 1
         s = fifo[at, 0]
         if slot32[s, 3] == fifo[at, 1] and slot32[s, 2] == NONE:
@@ -247,21 +248,27 @@ def plan(
     while regs[HELD] > slot.shape[0]:  # the hold of batches j-depth.. is too long for this cache: shorten it
         release(regs[RELEASED], ring32, slot32, fifo, start, listed, regs)
     regs[FAR] = regs[SCANNED] - 1
-    evicts = 0
+    taken = min(fills, regs[FREE])  # fills that go to empty slots; the others need a victim each
+    for f in range(fills):
+        if f < taken:
+            regs[FREE] -= 1
+            fill_slots[f] = free[regs[FREE]]
+        else:
+            fill_slots[f] = pop_victim(j, ring32, slot32, fifo, start, listed, regs)
     wait = np.int64(-1)
     for f in range(fills):
-        e = fill_rows[f]
-        at = e & emask
-        if regs[FREE] > 0:
-            regs[FREE] -= 1
-            s = free[regs[FREE]]
-        else:
-            s = pop_victim(j, ring32, slot32, fifo, start, listed, regs)
-            evict_rows[evicts] = slot[s, 0]
-            evict_slots[evicts] = s * shards + shard
-            evicts += 1
+        if f + AHEAD < fills:
+            prefetch(slot, np.int64(fill_slots[f + AHEAD]) * 2)
+        if f + AHEAD // 2 < fills:
+            prefetch(meta, max(slot[fill_slots[f + AHEAD // 2], 0], 0) * 2)
+        s = fill_slots[f]
+        if f >= taken:
+            evict_rows[f - taken] = slot[s, 0]
+            evict_slots[f - taken] = s * shards + shard
             meta[slot[s, 0], 0] = 0
             wait = max(wait, np.int64(slot32[s, 3]))
+        e = fill_rows[f]
+        at = e & emask
         r = ring[at, 0]
         meta[r, 0] = s + 1
         slot[s, 0] = r
@@ -273,7 +280,7 @@ def plan(
         fill_slots[f] = s * shards + shard
     regs[PLANNED] = j + 1
     out[0] = fills
-    out[1] = evicts
+    out[1] = fills - taken
     out[2] = wait
 
 
