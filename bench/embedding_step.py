@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 TABLES, ROWS, DIM, BATCH = 26, 100_000, 64, 2048
 BATCHES = 8  # distinct batches that a contestant cycles through
 LR = 0.01
+REST = 0.03  # seconds before each step: OpenMP threads spin for some ms after their work, on the next one's core
 Step = Callable[[int], None]
 
 
@@ -149,6 +150,7 @@ def measure(kind: str, per_bag: int, optimizer: str, rounds: int, names: list[st
     times: dict[str, list[float]] = {name: [] for name in names}
     for k in range(rounds + 3):
         for name, step in steps.items():
+            time.sleep(REST)
             begin = time.perf_counter()
             step(k)
             if k >= 3:
