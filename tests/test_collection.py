@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,16 @@ def collection(tables: list[cdlrm.Table], **options: Any) -> Any:
     options.setdefault("optimizer", cdlrm.SGD(lr=0.1))
     options.setdefault("device", "cpu")
     return cdlrm.EmbeddingBagCollection(tables, **options)
+
+
+@contextmanager
+def opened(tables: list[cdlrm.Table], **options: Any) -> Iterator[Any]:
+    ebc = collection(tables, **options)
+    try:
+        yield ebc
+        ebc.check()
+    finally:
+        ebc.close()
 
 
 def relative_error(mine: np.ndarray, theirs: np.ndarray) -> float:
@@ -156,7 +168,7 @@ class FakeKeyedJaggedTensor:
 @pytest.mark.parametrize("order", [["a", "b1", "b2"], ["b2", "a", "b1"]])
 def test_keyed_jagged_tensor(weighted: bool, order: list[str]) -> None:
     inputs = one_batch(1, weighted)
-    with collection(TABLES, cache_rows=40) as ebc:
+    with opened(TABLES, cache_rows=40) as ebc:
         kjt = FakeKeyedJaggedTensor(inputs, order)
         oracle = Oracle(TABLES, cdlrm.SGD(lr=0.1))
         out = oracle.forward(inputs)
@@ -173,7 +185,7 @@ def test_keyed_jagged_tensor(weighted: bool, order: list[str]) -> None:
 def test_batch_and_mapping_and_dtypes_give_the_same() -> None:
     inputs = one_batch(2)
     outs = []
-    with collection(TABLES) as ebc:
+    with opened(TABLES) as ebc:
         for dtype in (torch.int32, torch.int64):
             outs.append(ebc(to_torch(inputs, dtype)))
         mixed = {f: (torch.from_numpy(v).int(), torch.from_numpy(o)) for f, (v, o, _) in inputs.items()}
@@ -188,7 +200,7 @@ def test_batch_and_mapping_and_dtypes_give_the_same() -> None:
 def test_one_hot_forms() -> None:
     ids = torch.tensor([3, 1, 3])
     offsets = torch.arange(4)
-    with collection([cdlrm.Table("a", 5, 3)]) as ebc:
+    with opened([cdlrm.Table("a", 5, 3)]) as ebc:
         want = ebc({"a": (ids, offsets)})
         same_bits(ebc({"a": ids}), want, "bare tensor")
         same_bits(ebc({"a": (ids,)}), want, "values only")
@@ -198,7 +210,7 @@ def test_one_hot_forms() -> None:
 
 
 def test_shapes_and_feature_order() -> None:
-    with collection(TABLES) as ebc:
+    with opened(TABLES) as ebc:
         assert list(ebc.features) == ["a", "b1", "b2"]
         out = ebc({f: torch.tensor([0, 1]) for f in ("b2", "b1", "a")})
         assert out.shape == (2, 3, 4)
@@ -211,7 +223,7 @@ def test_mixed_dims_give_a_mapping() -> None:
     tables = [cdlrm.Table("a", 9, 3), cdlrm.Table("b", 9, 5), cdlrm.Table("c", 9, 3)]
     oracle = Oracle(tables, cdlrm.SGD(lr=0.1))
     inputs = random_inputs(np.random.default_rng(0), tables, InputShape(empty_batches=False))
-    with collection(tables, cache_rows=12) as ebc:
+    with opened(tables, cache_rows=12) as ebc:
         want = oracle.forward(inputs)
         out = ebc(to_torch(inputs))
         assert isinstance(out, dict) and list(out) == ["a", "b", "c"]
@@ -224,7 +236,7 @@ def test_mixed_dims_give_a_mapping() -> None:
 def test_mixed_dims_only_one_output_used() -> None:
     """Autograd sends nothing for the other outputs: their rows must not move."""
     tables = [cdlrm.Table("a", 9, 3), cdlrm.Table("b", 9, 5)]
-    with collection(tables) as ebc:
+    with opened(tables) as ebc:
         before = {k: v.clone() for k, v in ebc.state_dict().items()}
         ebc({"a": torch.tensor([1]), "b": torch.tensor([1])})["a"].sum().backward()
         after = ebc.state_dict()
@@ -236,7 +248,7 @@ def test_gradient_of_per_sample_weights() -> None:
     """Finite differences of a loss in the weights (lr = 0, so the tables stand still)."""
     rng = np.random.default_rng(3)
     inputs = one_batch(3, weighted=True)
-    with collection(TABLES, optimizer=cdlrm.SGD(lr=0.0)) as ebc:
+    with opened(TABLES, optimizer=cdlrm.SGD(lr=0.0)) as ebc:
         batch = to_torch(inputs)
         out = ebc(batch)
         grad = torch.from_numpy(random_grad(rng, out))
@@ -257,7 +269,7 @@ def test_gradient_of_per_sample_weights() -> None:
 def test_inputs_are_never_modified() -> None:
     inputs = one_batch(4, weighted=True)
     batch = to_torch(inputs)
-    with collection(TABLES, cache_rows=12) as ebc:
+    with opened(TABLES, cache_rows=12) as ebc:
         for b in cdlrm.lookahead(ebc, [batch, batch]):
             ebc(b).sum().backward()
     for feature, parts in inputs.items():
@@ -277,13 +289,13 @@ def test_state_has_the_names_and_shapes_of_torch(dim: int) -> None:
         cdlrm.Adam(lr=0.1): {"exp_avg": (7, dim), "exp_avg_sq": (7, dim)},
     }
     for spec, want in shapes.items():
-        with collection([cdlrm.Table("a", 7, dim)], optimizer=spec) as ebc:
+        with opened([cdlrm.Table("a", 7, dim)], optimizer=spec) as ebc:
             assert {k: tuple(v.shape) for k, v in ebc.table_state("a").items()} == want
 
 
 def test_initial_values() -> None:
     tables = [cdlrm.Table("a", 50, 7), cdlrm.Table("b", 11, 3)]
-    with collection(tables, seed=12345678901) as ebc:
+    with opened(tables, seed=12345678901) as ebc:
         for t, table in enumerate(tables):
             want = initial_table(12345678901, t, table.num_embeddings, table.embedding_dim)
             same_bits(ebc.state_dict()[f"embedding_bags.{table.name}.weight"], want, table.name)
@@ -294,7 +306,7 @@ def test_init_callable() -> None:
     def init(rows: np.ndarray, dim: int) -> np.ndarray:
         return (rows[:, None] * 100 + np.arange(dim)).astype(np.float32)
 
-    with collection([cdlrm.Table("a", 30, 3, init=init), cdlrm.Table("b", 30, 3)], cache_rows=8) as ebc:
+    with opened([cdlrm.Table("a", 30, 3, init=init), cdlrm.Table("b", 30, 3)], cache_rows=8) as ebc:
         for batch in cdlrm.lookahead(ebc, [{"a": torch.tensor([7, 29]), "b": torch.tensor([0, 1])}]):
             out = ebc(batch)
         assert out[:, 0].tolist() == [[700, 701, 702], [2900, 2901, 2902]]
@@ -306,7 +318,7 @@ def test_scheduler_through_the_optimizer() -> None:
     """torch's schedulers work without a warning, and the lr of the step is used."""
     oracle = Oracle(TABLES, cdlrm.SGD(lr=0.5))
     rng = np.random.default_rng(5)
-    with collection(TABLES, optimizer=cdlrm.SGD(lr=0.5), cache_rows=25) as ebc:
+    with opened(TABLES, optimizer=cdlrm.SGD(lr=0.5), cache_rows=25) as ebc:
         assert isinstance(ebc.optimizer, torch.optim.Optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(ebc.optimizer, step_size=3, gamma=0.3)
         inputs = [random_inputs(rng, TABLES, InputShape(empty_batches=False)) for _ in range(10)]
@@ -325,7 +337,7 @@ def test_scheduler_through_the_optimizer() -> None:
 def test_lr_between_forward_and_backward() -> None:
     oracle = Oracle(TABLES, cdlrm.SGD(lr=0.5))
     inputs = one_batch(6)
-    with collection(TABLES, optimizer=cdlrm.SGD(lr=0.5)) as ebc:
+    with opened(TABLES, optimizer=cdlrm.SGD(lr=0.5)) as ebc:
         out, want = ebc(to_torch(inputs)), oracle.forward(inputs)
         grad = random_grad(np.random.default_rng(0), want)
         set_lr(ebc, 0.125)
@@ -336,7 +348,7 @@ def test_lr_between_forward_and_backward() -> None:
 
 
 def test_torch_optimizer_over_parameters_is_harmless() -> None:
-    with collection(TABLES) as ebc:
+    with opened(TABLES) as ebc:
         assert len(list(ebc.parameters())) == 1
         rival = torch.optim.SGD(ebc.parameters(), lr=1.0, weight_decay=0.1)
         oracle = Oracle(TABLES, cdlrm.SGD(lr=0.1))
@@ -354,7 +366,7 @@ def test_torch_optimizer_over_parameters_is_harmless() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_gradient_raises_and_nothing_moves(bad: float) -> None:
-    with collection(TABLES, cache_rows=20) as ebc:
+    with opened(TABLES, cache_rows=20) as ebc:
         before = {k: v.clone() for k, v in ebc.state_dict().items()}
         out = ebc(to_torch(one_batch(8)))
         grad = torch.ones_like(out)
@@ -371,7 +383,7 @@ def test_non_finite_gradient_raises_and_nothing_moves(bad: float) -> None:
 def test_non_finite_gradient_skips_and_counts(ahead: bool) -> None:
     spec = cdlrm.Adam(lr=0.1)
     oracle = Oracle(TABLES, spec)
-    with collection(TABLES, optimizer=spec, cache_rows=20, nonfinite="skip") as ebc:
+    with opened(TABLES, optimizer=spec, cache_rows=20, nonfinite="skip") as ebc:
         inputs = [one_batch(s) for s in range(6)]
         loader: Any = [to_torch(i) for i in inputs]
         for j, batch in enumerate(cdlrm.lookahead(ebc, loader) if ahead else loader):
@@ -392,7 +404,7 @@ def test_non_finite_gradient_skips_and_counts(ahead: bool) -> None:
 def test_strict_refuses_and_stays_usable() -> None:
     tables = [cdlrm.Table("a", 50, 4)]
     oracle = Oracle(tables, cdlrm.SGD(lr=0.1))
-    with collection(tables, cache_rows=4, strict=True) as ebc:
+    with opened(tables, cache_rows=4, strict=True) as ebc:
         with pytest.raises(CacheTooSmallError, match=r"\b9\b"):
             ebc({"a": torch.arange(9)})
         ebc.check()
@@ -405,7 +417,7 @@ def test_strict_refuses_and_stays_usable() -> None:
 
 
 def test_growing_is_counted() -> None:
-    with collection([cdlrm.Table("a", 50, 4)], cache_rows=4) as ebc:
+    with opened([cdlrm.Table("a", 50, 4)], cache_rows=4) as ebc:
         ebc({"a": torch.arange(9)}).sum().backward()
         assert ebc.stats()["grows"] == 1 and ebc.stats()["cache_rows"] >= 9
 
@@ -444,7 +456,7 @@ def test_resident_table_equals_cached_table() -> None:
     tables = [cdlrm.Table("a", 20, 4, resident=True), cdlrm.Table("b", 90, 4)]
     oracle = Oracle(tables, cdlrm.RowWiseAdagrad(lr=0.1))
     rng = np.random.default_rng(1)
-    with collection(tables, optimizer=cdlrm.RowWiseAdagrad(lr=0.1), cache_rows=30) as ebc:
+    with opened(tables, optimizer=cdlrm.RowWiseAdagrad(lr=0.1), cache_rows=30) as ebc:
         inputs = [random_inputs(rng, tables, InputShape()) for _ in range(20)]
         for i, batch in zip(inputs, cdlrm.lookahead(ebc, [to_torch(i) for i in inputs]), strict=True):
             grad = random_grad(rng, oracle.forward(i))
@@ -455,7 +467,7 @@ def test_resident_table_equals_cached_table() -> None:
 
 def test_stats_add_up() -> None:
     rng = np.random.default_rng(2)
-    with collection(TABLES, cache_rows=20) as ebc:
+    with opened(TABLES, cache_rows=20) as ebc:
         inputs = [random_inputs(rng, TABLES, InputShape(max_batch=8)) for _ in range(30)]
         for batch in cdlrm.lookahead(ebc, [to_torch(i) for i in inputs]):
             ebc(batch).sum().backward()

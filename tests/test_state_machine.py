@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from oracle import Oracle
-from scenarios import InputShape, backward, random_grad, random_inputs, same_bits, same_tables, set_lr, to_torch
+from scenarios import InputShape, random_grad, random_inputs, same_bits, same_tables, set_lr, to_torch
 
 import cdlrm
 from cdlrm.errors import PipelineError
@@ -31,6 +31,10 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 class LoaderBroke(Exception):
     pass
+
+
+def by_name(out: Any, grad: Any) -> list[tuple[Any, Any]]:
+    return [(out[f], grad[f]) for f in out] if isinstance(out, dict) else [(out, grad)]
 
 
 class Training(RuleBasedStateMachine):
@@ -76,12 +80,8 @@ class Training(RuleBasedStateMachine):
         grads = [random_grad(rng, want) for want in wants]
         for out, want in zip(outs, wants, strict=True):
             same_bits(out, want, "output")
-        if len(outs) == 1:
-            backward(outs[0], grads[0])
-        else:
-            flat = [o for out in outs for o in (out.values() if isinstance(out, dict) else [out])]
-            flat_grads = [g for grad in grads for g in (grad.values() if isinstance(grad, dict) else [grad])]
-            torch.autograd.backward(flat, [torch.from_numpy(g.copy()) for g in flat_grads])
+        pairs = [(o, g) for out, grad in zip(outs, grads, strict=True) for o, g in by_name(out, grad)]
+        torch.autograd.backward([o for o, _ in pairs], [torch.from_numpy(g.copy()) for _, g in pairs])
         self.oracle.backward(*grads)
 
     def end_look(self) -> None:
