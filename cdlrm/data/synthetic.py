@@ -37,6 +37,10 @@ CLICK_RATE = 0.25
 _BLOCK_ROWS = 16384
 _CALIBRATION_ROWS = 16384
 _MOST_ROWS = 2**31
+_TINY_ROWS = 100
+_PAIRS = 4
+_HEAD = 20
+_SHARES = (0.1, 0.85, 0.05)  # of the hidden logit's variance: dense features, rows, pairs of rows
 
 
 class SyntheticSource(Source):
@@ -107,19 +111,31 @@ class SyntheticSource(Source):
             math.log(rows + 1.0) if p == 0.0 else (rows + 1.0) ** p - 1.0
             for rows, p in zip(self.table_rows, self._power, strict=True)
         ]
+        # Rows seen often can be learned in few batches: a feature counts as much as its few most popular rows are seen.
+        self._weight = [
+            min(1.0, (math.log(h) if p == 0.0 else h**p - 1.0) / span) if span else 1.0
+            for h, p, span in zip([_HEAD + 1.0] * count, self._power, self._span, strict=True)
+        ]
         self._stride = [_coprime_stride(rows) for rows in self.table_rows]
         self._calibrate()
 
-    SHARES = (0.3, 0.6, 0.1)
-    PAIRS = 4
-
     def _calibrate(self) -> None:
-        """Scale the parts of the hidden logit to their shares of `strength`, and find the bias of the click rate."""
+        """Scale the parts of the hidden logit to their shares of `strength`, and find the bias of the click rate.
+
+        A network of random weights is nearly a smooth function of the dense features and of the few rows of tiny tables (they
+        start large). The hidden model avoids both, so that an untrained network scores by chance: a parabola is fitted
+        to the dense part and taken away, and tables below `_TINY_ROWS` rows have no effect where others are there.
+        """
         columns = self._draw(0, _CALIBRATION_ROWS)
+        self._smooth = np.zeros((2, self.num_dense))
+        dense = self._parts(columns)[0]
+        x = columns.dense.astype(np.float64)
+        fit = np.linalg.lstsq(np.concatenate([x, x * x, np.ones((len(x), 1))], axis=1), dense, rcond=None)[0]
+        self._smooth = np.ascontiguousarray(fit[:-1].reshape(2, self.num_dense))
         parts = self._parts(columns)
         stds = [part.std() for part in parts]
         self._scales = [
-            self.strength * math.sqrt(share) / std if std > 1e-12 else 0.0 for share, std in zip(self.SHARES, stds, strict=True)
+            self.strength * math.sqrt(share) / std if std > 1e-12 else 0.0 for share, std in zip(_SHARES, stds, strict=True)
         ]
         logits = sum(scale * part for scale, part in zip(self._scales, parts, strict=True))
         low, high = -60.0, 60.0
@@ -129,17 +145,18 @@ class SyntheticSource(Source):
         self._bias = (low + high) / 2
 
     def _parts(self, columns: Columns) -> list[np.ndarray]:
+        """The dense, the row and the pair part of the hidden logit, unscaled, float64 [R] each."""
         dense, rows, pairs = (np.zeros(columns.rows) for _ in range(3))
-        signs = np.where(np.arange(self.num_dense) % 2, -1.0, 1.0)
-        zipf.dense_logits(columns.dense, self._centre, self._spread, signs, dense)
-        for f, column in enumerate(columns.sparse):
-            zipf.row_logits(self._effect_keys[f], 1.0, column.values, _offsets(column), rows)
-        count = len(columns.sparse)
-        for f in range(min(self.PAIRS, count // 2)):
-            left, right = np.zeros(columns.rows), np.zeros(columns.rows)
-            for g, out in ((2 * f, left), (2 * f + 1, right)):
-                zipf.row_logits(self._pair_keys[g], 1.0, columns.sparse[g].values, _offsets(columns.sparse[g]), out)
-            zipf.pair_logits(left, right, 1.0, pairs)
+        zipf.dense_logits(columns.dense, self._centre, self._spread, self._smooth, dense)
+        large = [f for f, n in enumerate(self.table_rows) if n >= _TINY_ROWS] or range(len(self.table_rows))
+        for f in large:
+            zipf.row_logits(self._effect_keys[f], self._weight[f], columns.sparse[f].values, _offsets(columns.sparse[f]), rows)
+        for left, right in zip(large[: 2 * _PAIRS : 2], large[1 : 2 * _PAIRS : 2], strict=False):
+            sides = []
+            for f in (left, right):
+                sides.append(np.zeros(columns.rows))
+                zipf.row_logits(self._pair_keys[f], 1.0, columns.sparse[f].values, _offsets(columns.sparse[f]), sides[-1])
+            zipf.pair_logits(sides[0], sides[1], 1.0, pairs)
         return [dense, rows, pairs]
 
     def _draw(self, first: int, rows: int) -> Columns:

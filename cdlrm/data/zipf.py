@@ -111,15 +111,14 @@ def draw_dense(
 
 
 @njit(cache=True, nogil=True)
-def dense_logits(
-    dense: np.ndarray, centre: np.ndarray, spread: np.ndarray, weight: np.ndarray, out: np.ndarray
-) -> None:
-    """out[i] += sum over d of weight[d] * (|z| - 0.8), z the standardised feature: even, so no linear score can see it."""
+def dense_logits(dense: np.ndarray, centre: np.ndarray, spread: np.ndarray, smooth: np.ndarray, out: np.ndarray) -> None:
+    """out[i] += sum over d of +-min(|z|, 2), z the standardised feature d, less the parabola smooth[:, d] (of x and x^2)."""
     for i in range(dense.shape[0]):
         total = 0.0
         for d in range(dense.shape[1]):
-            z = abs(dense[i, d] - centre[d]) / spread[d]
-            total += weight[d] * (min(z, 2.0) - 0.8)
+            x = np.float64(dense[i, d])
+            bend = min(abs(x - centre[d]) / spread[d], 2.0)
+            total += (bend if d % 2 == 0 else -bend) - (smooth[0, d] + smooth[1, d] * x) * x
         out[i] += total
 
 
