@@ -38,6 +38,7 @@ class Replay:
         self.last_use: dict[int, int] = {}
         self.history: list[list[int]] = []
         self.cache_rows = 0
+        self.let_go = 0  # batches before this one are not held any more
         self.fills = 0
         self.evicts = 0
 
@@ -69,10 +70,12 @@ class Replay:
         broken = len(held & set(rows))
         if not broken and not plan.grows:  # growing replaces the arrays, so it may wait for all
             assert plan.wait_for < max(0, j - self.depth), "waits for a batch it may overlap with"
-        if broken and self.one_shard:
-            need = len(held | set(batch))
-            assert need > plan.cache_rows, "a held row is evicted although the holds fit"
-            assert broken == need - plan.cache_rows, "more holds are broken than the batch needs"
+        if self.one_shard:
+            # where the rows of batches j-depth..j do not fit, whole batches are let go, oldest first, for good
+            self.let_go = max(self.let_go, j - self.depth)
+            while len({r for b in self.history[self.let_go : j] for r in b} | set(batch)) > plan.cache_rows:
+                self.let_go += 1
+            assert all(self.last_use[row] < self.let_go for row in rows), "a held row is evicted although the holds fit"
 
     def _fill(self, plan: Any, batch: list[int]) -> None:
         rows, slots = plan.fill_rows.tolist(), plan.fill_slots.tolist()
