@@ -85,9 +85,9 @@ class TrainConfig:
     arch_sparse_feature_size: int = setting(16, "dim of the tables", group="model", kind=int, low=1, high=4096)
     arch_mlp_bot: str | None = setting(
         None, "layers of the bottom MLP, from the number of dense columns to --arch-sparse-feature-size; "
-        "default: that number-512-256-64-dim", group="model", metavar="13-512-256-64-16")
+        "default: that number-128-64-dim", group="model", metavar="13-512-256-64-16")
     arch_mlp_top: str = setting(
-        "512-256-1", "layers of the top MLP without its input, which is computed; the last is 1",
+        "128-64-1", "layers of the top MLP without its input, which is computed; the last is 1",
         group="model", metavar="512-256-1")
     arch_interaction_op: str = setting(
         "dot", "dot: products of all pairs of features; cat: the features one after another",
@@ -109,7 +109,7 @@ class TrainConfig:
     embedding_learning_rate: float | None = setting(
         None, "of the tables; default: --learning-rate", group="training", kind=float, above=0.0)
     optimizer: str = setting(
-        "sgd", "of the tables; it runs inside the backward pass", group="training",
+        "rowwise-adagrad", "of the tables; it runs inside the backward pass", group="training",
         choices=("sgd", "rowwise-adagrad", "adagrad", "adam"))
     dense_optimizer: str = setting(
         "sgd", "of the MLPs (torch.optim)", group="training", choices=("sgd", "adagrad", "adam"))

@@ -108,6 +108,8 @@ class Trainer:
         """Metrics on the test data (its first `limit` batches); None without test data or with `--no-metrics`."""
         if not self.config.metrics or self.data.test is None:
             return None
+        if self.evaluations and self.evaluations[-1]["step"] == self.steps:
+            return self.evaluations[-1]
         from .metrics import ClickMetrics
 
         started = time.perf_counter()
@@ -169,7 +171,7 @@ class Trainer:
         """Forward, loss, backward (which updates the tables), then the MLPs' update."""
         logits = self.model(batch.dense, batch)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        if not self._finite("loss", loss):
+        if not self._finite("loss", loss.detach()):
             return
         self.dense_optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -187,7 +189,7 @@ class Trainer:
             return True
         if self.config.nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"the {what} is {float(value)}; lower --learning-rate, or use --nonfinite skip to leave such steps out."
+                f"the {what} is {value.item()}; lower --learning-rate, or use --nonfinite skip to leave such steps out."
             )
         self.skipped += 1
         return False
@@ -268,6 +270,7 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
         seed=config.seed,
         nonfinite=config.nonfinite,
     )
+    chosen.extend(collection.notes)
     if config.cache_rows is None:
         chosen.append(
             f"cache: {collection.stats()['cache_rows']:,} rows, {100 * config.cache_ratio:g} % of all "
@@ -282,7 +285,7 @@ def build_model(config: TrainConfig, data: Datasets, tables: nn.Module, chosen: 
     """The DLRM over the tables; its bottom MLP must start with the number of dense columns."""
     dim = config.arch_sparse_feature_size
     if config.arch_mlp_bot is None:
-        bottom = [data.num_dense, 512, 256, 64, dim]
+        bottom = [data.num_dense, 128, 64, dim]
         chosen.append(
             f"bottom MLP: {'-'.join(map(str, bottom))}, from the {data.num_dense} dense columns to dim {dim} "
             "(--arch-mlp-bot)."
