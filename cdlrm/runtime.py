@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .errors import CdlrmError, PipelineError
+from .errors import CdlrmError, PipelineError, UsageError
 from .group import Group
 from .lookups import Lookups
 from .plan import Plan
@@ -287,6 +287,11 @@ class Pipeline:
             while True:
                 seen = self.version
                 self._raise_failure()
+                if self.stopped:
+                    raise UsageError(
+                        "this look-ahead was closed: its module was closed, or another look-ahead started on it; "
+                        "start a new one."
+                    )
                 if self.ready:
                     break
                 if self.ended and self.read == self.trained:
@@ -309,8 +314,9 @@ class Pipeline:
         work, self.current = self.current, None
         if work is None:
             return
-        for group in self.groups:
-            group.end()
+        if not self.stopped:  # `close` ended it
+            for group in self.groups:
+                group.end()
         with self.condition:
             self.trained += 1
             self.bytes_in_flight -= work.nbytes
