@@ -72,10 +72,11 @@ class CpuDriver(Driver):
         weighted = weights is not None
         starts = call.starts
         if starts is None:
-            ranges = self._even(len(call.out_row), out.size)
             self._run(
-                ranges,
-                lambda lo, hi: kernels.lookup_single(weight, slots, call.out_row, scale, weighted, out, lo, hi),
+                self._even(-(-call.batch_size // kernels.TILE), out.size),
+                lambda lo, hi: kernels.lookup_single(
+                    weight, slots, call.out_row, call.batch_size, scale, weighted, out, lo, hi
+                ),
             )
         else:
             ranges = self._by_lookups(starts, weight.shape[1])

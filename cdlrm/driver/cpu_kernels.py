@@ -26,23 +26,34 @@ from .intrinsics import (
 
 LINE = 16  # float32 values in a cache line
 AHEAD = 16  # rows asked for ahead of their use
+TILE = 32  # samples of a tile
 NO_SCALE = np.float32(0.0)  # for row operations that have none
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def lookup_single(weight, slots, out_row, weights, weighted, out, lo, hi):
-    """Bags [lo, hi) of one lookup each: out[out_row[q]] = 0 + row (or 0 + weight * row)."""
+def lookup_single(weight, slots, out_row, batch_size, weights, weighted, out, lo, hi):
+    """Bags of one lookup each, tiles [lo, hi) of TILE samples: out[out_row[q]] = 0 + row (or 0 + weight * row).
+
+    A tile takes all features of its samples: its part of `out` is a few pages, written one after the other.
+    """
     dim = weight.shape[1]
-    for q in range(lo, hi):
-        if q + AHEAD < hi:
-            far, to = np.int64(slots[q + AHEAD]) * dim, np.int64(out_row[q + AHEAD]) * dim
-            for c in range(0, dim, LINE):
-                prefetch_read(weight, far + c)
-                prefetch_write(out, to + c)
-        if weighted:
-            start_scaled_row(out, out_row[q], weight, slots[q], weights[q])
-        else:
-            start_row(out, out_row[q], weight, slots[q], NO_SCALE)
+    for first in range(lo * TILE, hi * TILE, TILE):
+        stop = min(first + TILE, batch_size)
+        for begin in range(first, len(out_row), batch_size):
+            end = begin + stop - first
+            for q in range(begin, end):
+                ahead = q + AHEAD
+                if ahead >= end:  # goes on with the same samples of the next feature
+                    ahead += batch_size - (stop - first)
+                if ahead < len(out_row):
+                    far, to = np.int64(slots[ahead]) * dim, np.int64(out_row[ahead]) * dim
+                    for c in range(0, dim, LINE):
+                        prefetch_read(weight, far + c)
+                        prefetch_write(out, to + c)
+                if weighted:
+                    start_scaled_row(out, out_row[q], weight, slots[q], weights[q])
+                else:
+                    start_row(out, out_row[q], weight, slots[q], NO_SCALE)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
