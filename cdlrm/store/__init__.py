@@ -1,5 +1,46 @@
-"""Where all records live while they are not cached."""
+"""Where all records live while they are not cached: host memory, or a file."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
 
 from .ram import RamStore
 
-__all__ = ["RamStore"]
+__all__ = ["RamStore", "Store"]
+
+
+class Store(Protocol):
+    """Home of the records (weights float32 [D], then state float32 [S]) of the rows 0 .. num_rows - 1.
+
+    A row that was never trained is not stored: its value is generated.  `read` and `write` are called
+    from one thread at a time.
+    """
+
+    kind: str
+    num_rows: int
+    dim: int
+    state_width: int
+
+    @property
+    def record_bytes(self) -> int: ...
+
+    def read(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> int:
+        """Copy the records of `rows int64 [n]` to `weight[index]`, `state[index]` (index int32 [n]); returns
+        how many were stored (the others were generated)."""
+
+    def write(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> None:
+        """Store `weight[index]`, `state[index]` as the records of the distinct `rows int64 [n]`."""
+
+    def get(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of weights [hi-lo, D] and state [hi-lo, S] of the rows [lo, hi)."""
+
+    def put(self, lo: int, weight: np.ndarray | None, state: np.ndarray | None) -> None:
+        """Replace weights and/or state of the rows from `lo` on (float32, as `get` returns them)."""
+
+    def flush(self) -> None:
+        """Make what was written durable, where that means anything."""
+
+    def close(self) -> None:
+        """Release what the store holds.  May be called twice."""

@@ -112,5 +112,8 @@ class RamStore:
                 self.state[at:stop] = state[at - lo : stop - lo]
             self.mark(np.arange(at, stop, dtype=np.int64))
 
+    def flush(self) -> None:
+        """Memory is as durable as it gets."""
+
     def close(self) -> None:
         """Nothing to release before the arrays themselves."""
