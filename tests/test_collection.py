@@ -465,6 +465,24 @@ def test_resident_table_equals_cached_table() -> None:
         same_tables(ebc, oracle, "resident beside cached")
 
 
+def test_load_state_dict() -> None:
+    rng = np.random.default_rng(3)
+    oracle = Oracle(TABLES, cdlrm.SGD(lr=0.1))
+    with opened(TABLES, cache_rows=20) as ebc:
+        for _ in range(2):
+            for t in TABLES:
+                oracle.weight(t.name)[:] = rng.standard_normal((t.num_embeddings, t.embedding_dim))
+            state = {f"embedding_bags.{t.name}.weight": torch.from_numpy(oracle.weight(t.name).copy()) for t in TABLES}
+            ebc.load_state_dict(ebc.state_dict() | state)
+            same_tables(ebc, oracle, "just loaded")
+            inputs = [random_inputs(rng, TABLES, InputShape()) for _ in range(8)]
+            for i, batch in zip(inputs, cdlrm.lookahead(ebc, [to_torch(i) for i in inputs]), strict=True):
+                grad = random_grad(rng, oracle.forward(i))
+                train_step(ebc, batch, grad)
+                oracle.backward(grad)
+            same_tables(ebc, oracle, "trained on")
+
+
 def test_stats_add_up() -> None:
     rng = np.random.default_rng(2)
     with opened(TABLES, cache_rows=20) as ebc:

@@ -257,6 +257,40 @@ def test_loader_needs_the_answer_of_the_trainer(rig: Callable[..., Rig]) -> None
     assert look.stats()["short_windows"] > 0 and r.ebc.stats()["short_windows"] > 0
 
 
+def test_window_bounded_in_bytes(rig: Callable[..., Rig]) -> None:
+    r = rig(cache_rows=42)
+    for batch in r.look(horizon=15, window_bytes=100):
+        r.train(batch)
+    assert r.trained == 20
+
+
+def test_the_same_object_again_and_again(rig: Callable[..., Rig]) -> None:
+    r = rig()
+    r.loader, r.inputs = r.loader[:1] * 10, r.inputs[:1] * 10
+    for batch in r.look():
+        r.train(batch)
+    assert r.trained == 10 and r.ebc.stats()["unannounced"] == 0
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+def test_data_loader_with_worker_processes(rig: Callable[..., Rig]) -> None:
+    """Workers are forked while our threads and kernels have already run."""
+    r = rig()
+    for batch in r.look():
+        r.train(batch)
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2)
+    for i in r.look(loader, ids=lambda i: r.loader[int(i)]):
+        r.train(r.loader[int(i)])
+    assert r.trained == 40
+
+
 def test_generator_that_looks_at_the_module(rig: Callable[..., Rig]) -> None:
     """A loader may hold a lock that the training loop also wants between steps."""
     r = rig(batches=8)
@@ -310,6 +344,36 @@ def test_keyboard_interrupt_while_waiting(rig: Callable[..., Rig]) -> None:
     timer.join()
     release.set()
     look.close()
+
+
+def test_keyboard_interrupt_at_any_moment(rig: Callable[..., Rig]) -> None:
+    """Whatever Ctrl-C interrupts, also the start of the threads: sound, usable, closed, no thread left."""
+    rig()  # its end looks for threads
+    before = set(threading.enumerate())
+    rng = np.random.default_rng(0)
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted = 0
+    try:
+        for seed in range(60):
+            r = Rig(seed=seed)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(0.0003, 0.03 if seed % 2 else 0.004)))
+                for batch in r.look(prefetch_depth=2):
+                    r.ebc(batch).sum().backward()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            r.ebc.check()
+            for batch in r.look():
+                r.ebc(batch).sum().backward()
+            r.ebc.check()
+            r.ebc.close()
+            assert not ours(before)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert interrupted > 10
 
 
 # ---- evaluation, unannounced ids
@@ -459,6 +523,33 @@ def test_forward_without_backward_gives_no_update(rig: Callable[..., Rig], ahead
 
 
 @pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_only_one_of_two_forwards_gets_a_gradient(rig: Callable[..., Rig], ahead: bool, keep: bool) -> None:
+    r = rig()
+    kept: list[Any] = []
+    for j, batch in enumerate(r.look() if ahead else r.loader):
+        wants = [r.oracle.forward(r.inputs[j]) for _ in range(2)]
+        outs = [r.ebc(batch) for _ in range(2)]
+        grad = random_grad(r.grad_rng, wants[0])
+        backward(outs[0], grad)
+        r.oracle.backward(grad, None)
+        kept = outs[1:] if keep else []
+        del outs
+        if not ahead:  # without a look-ahead nothing but the end of the graph says that no gradient will come
+            kept = []
+    del kept
+
+
+def test_two_updates_in_one_batch(rig: Callable[..., Rig]) -> None:
+    """Forward, backward, forward, backward: the second forward reads what the first update made."""
+    r = rig()
+    for batch in r.look():
+        r.train(batch)
+        r.train(batch)
+    assert r.trained == 40
+
+
+@pytest.mark.parametrize("ahead", [True, False])
 def test_second_backward_raises(rig: Callable[..., Rig], ahead: bool) -> None:
     r = rig(batches=3)
     for j, batch in enumerate(r.look() if ahead else r.loader):
@@ -553,6 +644,26 @@ def test_ids_function_raises(rig: Callable[..., Rig]) -> None:
     assert isinstance(caught.value.__cause__, LoaderBroke) and "batch 3" in str(caught.value)
 
 
+def test_ids_function_may_return_the_bare_argument(rig: Callable[..., Rig]) -> None:
+    r = rig()
+    for item in r.look([(j, batch) for j, batch in enumerate(r.loader)], ids=lambda item: item[1]):
+        r.train(item[1])
+    assert r.trained == 20 and r.ebc.stats()["unannounced"] == 0
+
+
+def test_a_second_lookahead_takes_over(rig: Callable[..., Rig]) -> None:
+    r = rig()
+    first = r.look()
+    r.train(next(first))
+    second = r.look()
+    r.train(next(second))
+    with pytest.raises((StopIteration, UsageError)):
+        next(first)
+    r.train(next(second))
+    first.close()
+    second.close()
+
+
 # ---- determinism, settings, statistics
 
 
@@ -571,9 +682,10 @@ def test_statistics_are_deterministic(rig: Callable[..., Rig], shards: int) -> N
 
 def test_horizon_below_the_depth_means_the_larger(rig: Callable[..., Rig]) -> None:
     r = rig()
-    for batch in r.look(horizon=1, prefetch_depth=4):
+    look = r.look(horizon=1, prefetch_depth=4)
+    for batch in look:
         r.train(batch)
-    assert r.ebc.stats()["horizon"] == 4 and r.ebc.stats()["prefetch_depth"] == 4
+    assert look.stats()["horizon"] == 4 and look.stats()["prefetch_depth"] == 4
 
 
 @pytest.mark.parametrize(("name", "value"), [("horizon", -1), ("horizon", "soon"), ("prefetch_depth", -1)])

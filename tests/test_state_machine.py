@@ -101,11 +101,13 @@ class Training(RuleBasedStateMachine):
         self.epoch = [self.inputs(seed + j) for j in range(count)]
         self.epoch_torch = [to_torch(i) for i in self.epoch]
         batches = list(self.epoch_torch)
+        release = self.release = threading.Event()
         self.fails_at = count if fails else None
 
         def loader() -> Iterator[Any]:
             yield from batches
-            if fails:
+            if fails:  # only when the last batch is in hand, so that the moment does not depend on timing
+                release.wait(30)
                 raise LoaderBroke("broke")
 
         self.look = cdlrm.lookahead(self.ebc, loader(), horizon=horizon, prefetch_depth=depth)
@@ -116,14 +118,17 @@ class Training(RuleBasedStateMachine):
     def advance(self, repeat: int, train: bool, seed: int) -> None:
         for _ in range(repeat):
             at = -1 if self.batch is None else self.batch
+            last = at == len(self.epoch) - 1
+            if last:
+                self.release.set()
             try:
                 got = next(self.look)
             except StopIteration:
-                assert self.fails_at is None and at == len(self.epoch) - 1
+                assert last and self.fails_at is None
                 self.end_look()
                 return
             except PipelineError as error:
-                assert self.fails_at is not None and isinstance(error.__cause__, LoaderBroke)
+                assert last and self.fails_at is not None and isinstance(error.__cause__, LoaderBroke)
                 self.end_look()
                 return
             self.batch = at + 1
@@ -185,6 +190,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.look is not None)
     @rule(explicit=st.booleans())
     def leave_early(self, explicit: bool) -> None:
+        self.release.set()
         if explicit:
             self.look.close()
         self.end_look()
@@ -198,6 +204,7 @@ class Training(RuleBasedStateMachine):
         if self.ebc is None:
             return
         if self.look is not None:
+            self.release.set()
             self.look.close()
         self.ebc.check()
         same_tables(self.ebc, self.oracle, "at the end")
