@@ -8,8 +8,9 @@ permutes the blocks, and the rows within each block, by a function of (seed, epo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from cdlrm.data.batch import Batch
 from cdlrm.data.columns import Columns
@@ -111,6 +112,13 @@ class Source:
         """All rows of all blocks when that is known without reading."""
         return None
 
+    def restricted(self, row_range: tuple[int, int | None], **changes: Any) -> Self:
+        """A source over some rows of the same data, at its beginning; `changes`: batch_size, shuffle, seed, limit_batches, progress."""
+        other = copy.copy(self)
+        stream = {name: getattr(self, name) for name in ("batch_size", "shuffle", "seed", "limit_batches", "progress")}
+        Source.__init__(other, row_range=row_range, **{**stream, **changes})
+        return other
+
     # Sizes.
 
     @property
@@ -206,7 +214,7 @@ class Source:
         for place in range(at.block, len(pieces)):
             if at.batch >= limit:
                 return
-            columns, bad = self._load(pieces[order[place]], epoch)
+            columns, bad = self._read_piece(pieces[order[place]], epoch)
             self._skipped = skipped + bad
             row = at.row if place == at.block else 0
             while row < columns.rows:
@@ -237,7 +245,7 @@ class Source:
             self.progress(at.rows_read, self.rows_total)
         return Columns.concat(parts).to_batch(self.features, at.batch - 1)
 
-    def _load(self, piece: _Piece, epoch: int) -> tuple[Columns, int]:
+    def _read_piece(self, piece: _Piece, epoch: int) -> tuple[Columns, int]:
         columns, skipped = self.read_block(*piece)
         if self.shuffle:
             columns = columns.take(permutation(columns.rows, self.seed, epoch, piece.block + 1))

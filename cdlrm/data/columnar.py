@@ -1,0 +1,212 @@
+"""Parquet and ORC files as sources: a block is a row group or a stripe."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.orc
+import pyarrow.parquet
+
+from cdlrm.data import arrow
+from cdlrm.data.arrow import IdMap
+from cdlrm.data.columns import Column, Columns
+from cdlrm.data.filesource import FileSource
+from cdlrm.errors import DataError
+
+__all__ = ["ColumnarSource", "OrcSource", "ParquetSource"]
+
+_OPEN_FILES = 16
+
+
+class ColumnarSource(FileSource):
+    """Columns `label`, `i1…` and `c1…` (other names: `label_column`, `dense_columns`, `sparse_columns`), each of numbers or of
+    lists with at most one number; a categorical list may be longer. Empty lists and nulls are missing values.
+
+    Memory: one row group (stripe) as Arrow has it and once more as columns, so files with huge row groups need more.
+    """
+
+    def _open(
+        self,
+        label_column: str = "label",
+        dense_columns: Sequence[str] | None = None,
+        sparse_columns: Sequence[str] | None = None,
+    ) -> None:
+        self._readers: OrderedDict[str, Any] = OrderedDict()
+        self._blocks: list[tuple[str, int]] = []
+        self._rows: list[int | None] = []
+        self._total = 0
+        names = self._schema(self.files[0]).names
+        self.label = label_column
+        self.dense = _numbered(self.files[0], names, "i") if dense_columns is None else list(dense_columns)
+        self.sparse = _numbered(self.files[0], names, "c") if sparse_columns is None else list(sparse_columns)
+        if not self.sparse and not self.dense:
+            raise DataError(
+                f"{self.files[0]}: there are no columns i1… or c1… among {_shown(names)}; "
+                "name the columns with dense_columns and sparse_columns"
+            )
+        for file in self.files:
+            self._check_columns(file)
+            with self._reading(file):
+                rows, counts = self._sizes(self._reader(file))
+            self._blocks += [(file, i) for i in range(len(counts))]
+            self._rows += counts
+            self._total += rows
+        if self._total == 0:
+            raise DataError(f"{self.files[0]}: there are no rows in {len(self.files)} file(s); give data that has some")
+        self.num_dense, self.features = len(self.dense), self.sparse
+
+    def _check_columns(self, file: str) -> None:
+        schema = self._schema(file)
+        for name in (self.label, *self.dense, *self.sparse):
+            if schema.names.count(name) != 1:
+                how = "no" if name not in schema.names else "more than one"
+                raise DataError(f"{file}: there is {how} column '{name}' among {_shown(schema.names)}; give files with equal columns")
+            arrow.check_type(file, name, schema.field(name).type, name in self.sparse)
+
+    # The format.
+
+    def _open_file(self, file: str) -> Any:
+        raise NotImplementedError
+
+    def _schema_of(self, reader: Any) -> pa.Schema:
+        raise NotImplementedError
+
+    def _sizes(self, reader: Any) -> tuple[int, list[int | None]]:
+        """Rows of the file, and of each block where known."""
+        raise NotImplementedError
+
+    def _read(self, reader: Any, block: int, columns: list[str]) -> pa.Table | pa.RecordBatch:
+        raise NotImplementedError
+
+    def _reader(self, file: str) -> Any:
+        """The opened file; a few stay open, so that footers are not read for every block."""
+        if file not in self._readers:
+            while len(self._readers) >= _OPEN_FILES:
+                self._readers.popitem(last=False)
+            self._readers[file] = self._open_file(file)
+        self._readers.move_to_end(file)
+        return self._readers[file]
+
+    def _schema(self, file: str) -> pa.Schema:
+        with self._reading(file):
+            return self._schema_of(self._reader(file))
+
+    # The source.
+
+    def restricted(self, row_range: tuple[int, int | None], **changes: Any) -> Self:
+        other = super().restricted(row_range, **changes)
+        other._readers = OrderedDict()  # another thread may read through it
+        return other
+
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    def _known_rows(self) -> int:
+        return self._total
+
+    def block_rows(self, block: int) -> int:
+        rows = self._rows[block]
+        if rows is None:
+            file, index = self._blocks[block]
+            with self._reading(file):
+                rows = self._read(self._reader(file), index, [self.label]).num_rows
+            self._rows[block] = rows
+        return rows
+
+    def read_block(self, block: int, lo: int, hi: int | None) -> tuple[Columns, int]:
+        file, index = self._blocks[block]
+        with self._reading(file):
+            table = self._read(self._reader(file), index, [self.label, *self.dense, *self.sparse])
+        self._rows[block] = table.num_rows
+        if lo or hi is not None:
+            table = table.slice(lo, None if hi is None else hi - lo)
+        rows = table.num_rows
+        bad = np.zeros(rows, np.uint8)
+        labels = np.empty(rows, np.float32)
+        self._check(block, lo, table, self.label, "label", arrow.label_values(self._buffers(table, self.label), labels, bad))
+        # Written column by column (a strided write would touch every line of memory once a column), then turned.
+        across = np.empty((self.num_dense, rows), np.float32)
+        for d, name in enumerate(self.dense):
+            self._check(block, lo, table, name, "dense", arrow.dense_values(self._buffers(table, name), across[d], bad))
+        out = np.empty((len(self.sparse), rows), np.int64)
+        sparse: list[Column] = []
+        for f, name in enumerate(self.sparse):
+            column, first = arrow.mapped_values(self._buffers(table, name, ids=True), self.id_maps[f], out[f], bad)
+            self._check(block, lo, table, name, "ids", first)
+            sparse.append(column)
+        columns = Columns(np.ascontiguousarray(across.T), labels, sparse)
+        skipped = int(bad.sum())
+        return (columns.take(np.flatnonzero(bad == 0)) if skipped else columns), skipped
+
+    def _buffers(self, table: pa.Table | pa.RecordBatch, name: str, ids: bool = False) -> arrow.Buffers:
+        return arrow.buffers_of(table.column(name), ids)
+
+    def _check(self, block: int, lo: int, table: pa.Table, name: str, role: str, first: int) -> None:
+        if first < 0 or self.skip_bad:
+            return
+        file, index = self._blocks[block]
+        before = sum(self.block_rows(block - i) for i in range(1, index + 1))
+        ids = self.id_maps[self.sparse.index(name)] if role == "ids" else IdMap(1, False)
+        wrong, remedy = arrow.bad_value(table.column(name), first, role, ids)
+        raise DataError(f"{file}: row {before + lo + first} (from 0): column '{name}' {wrong}; {remedy}, or pass bad_rows='skip'")
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "columns": [self.label, *self.dense, *self.sparse]}
+
+
+class ParquetSource(ColumnarSource):
+    format = "parquet"
+
+    def _open_file(self, file: str) -> pa.parquet.ParquetFile:
+        return pa.parquet.ParquetFile(file)
+
+    def _schema_of(self, reader: pa.parquet.ParquetFile) -> pa.Schema:
+        return reader.schema_arrow
+
+    def _sizes(self, reader: pa.parquet.ParquetFile) -> tuple[int, list[int | None]]:
+        meta = reader.metadata
+        return meta.num_rows, [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+
+    def _read(self, reader: pa.parquet.ParquetFile, block: int, columns: list[str]) -> pa.Table:
+        return reader.read_row_group(block, columns=columns)
+
+
+class OrcSource(ColumnarSource):
+    format = "orc"
+
+    def _open_file(self, file: str) -> pa.orc.ORCFile:
+        # ORC's reader accepts a file whose data was cut out as long as its end is there; pages are checked when they are read.
+        return pa.orc.ORCFile(os.fspath(file))
+
+    def _schema_of(self, reader: pa.orc.ORCFile) -> pa.Schema:
+        return reader.schema
+
+    def _sizes(self, reader: pa.orc.ORCFile) -> tuple[int, list[int | None]]:
+        counts: list[int | None] = [reader.nrows] if reader.nstripes == 1 else [None] * reader.nstripes
+        return reader.nrows, counts
+
+    def _read(self, reader: pa.orc.ORCFile, block: int, columns: list[str]) -> pa.RecordBatch:
+        return reader.read_stripe(block, columns=columns)
+
+
+def _numbered(file: str, names: Sequence[str], letter: str) -> list[str]:
+    """Columns i1, i2, … (or from i0 on) in numeric order; `DataError` when a number is left out."""
+    found = {int(m[1]): name for name in names if (m := re.fullmatch(rf"{letter}([0-9]+)", name, re.IGNORECASE))}
+    first = 0 if 0 in found else 1
+    for number in range(first, first + len(found)):
+        if number not in found:
+            raise DataError(
+                f"{file}: column '{letter}{number}' is missing among {_shown(names)}; "
+                f"number the columns from {letter}1 on without a gap, or name them explicitly"
+            )
+    return [found[number] for number in sorted(found)]
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:6])}, … {names[-1]} ({len(names)} columns)"

@@ -1,0 +1,156 @@
+"""Criteo's click logs as published: text of TAB-separated columns, label, integers, 8-digit hexadecimal ids, no header."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cdlrm.data import tsvkernel as kernel
+from cdlrm.data.columns import Column, Columns
+from cdlrm.data.filesource import FileSource
+from cdlrm.data.hashing import row_mask
+from cdlrm.data.kernels import LOG1P
+from cdlrm.errors import ConfigError, DataError
+
+__all__ = ["TsvSource"]
+
+PIECE_BYTES = 2**24
+"""A block is the lines that begin in one such piece of a file (about 70,000 lines)."""
+_LONGEST_LINE_BYTES = 2**20
+_NO_LIMIT = 2**62
+
+
+class TsvSource(FileSource):
+    """columns: num_dense (default 13) and num_sparse (default: the other columns of the first line, which must be 26 if neither
+    is given). An empty field is a missing value, ids are 1 to 16 hexadecimal digits. The features are named c1, c2, ….
+
+    The number of rows is known only after counting the lines, which `len()` and a row range do once.
+    """
+
+    format = "tsv"
+
+    def _open(self, num_dense: int | None = None, num_sparse: int | None = None) -> None:
+        with self._reading(self.files[0]), open(self.files[0], "rb") as file:
+            found = file.readline(_LONGEST_LINE_BYTES).rstrip(b"\r\n").count(b"\t") + 1
+        self.num_dense = 13 if num_dense is None else num_dense
+        sparse = found - 1 - self.num_dense if num_sparse is None else num_sparse
+        if num_dense is None and num_sparse is None:
+            sparse = 26
+        if self.num_dense < 0 or sparse < 0:
+            raise ConfigError(f"num_dense={self.num_dense} and num_sparse={sparse} where at least 0 is needed; change them")
+        needed = 1 + self.num_dense + sparse
+        if found != needed and not self.skip_bad:
+            raise DataError(
+                f"{self.files[0]}: line 1 has {found} columns where {needed} are needed (label, {self.num_dense} integers, "
+                f"{sparse} ids, separated by TAB); give a file as Criteo publishes it, or num_dense and num_sparse"
+            )
+        self.features = [f"c{f + 1}" for f in range(sparse)]
+        self._blocks = [
+            (file, piece)
+            for file in self.files
+            for piece in range(-(-os.path.getsize(file) // PIECE_BYTES))
+        ]
+        self._rows: list[int | None] = [None] * len(self._blocks)
+
+    # The source.
+
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    def _known_rows(self) -> int | None:
+        known = [rows for rows in self._rows if rows is not None]
+        return sum(known) if len(known) == len(self._rows) else None
+
+    def block_rows(self, block: int) -> int:
+        rows = self._rows[block]
+        if rows is None:
+            rows = self._rows[block] = int(kernel.count_lines(self._lines(block)))
+        return rows
+
+    def read_block(self, block: int, lo: int, hi: int | None) -> tuple[Columns, int]:
+        data = self._lines(block)
+        lines = int(kernel.count_lines(data))
+        self._rows[block] = lines
+        rows = max(0, (lines if hi is None else min(hi, lines)) - lo)
+        dense = np.empty((rows, self.num_dense), np.float32)
+        labels = np.empty(rows, np.float32)
+        ids = np.empty((len(self.features), rows), np.int64)
+        report = np.zeros(5, np.int64)
+        good = kernel.parse_lines(
+            data, lo, _NO_LIMIT if hi is None else hi, kernel.HEX, LOG1P, self.ids == "hash",
+            np.array(self.table_rows, np.uint64), np.array([row_mask(n) for n in self.table_rows], np.uint64),
+            np.array([m.missing for m in self.id_maps], np.int64), self.skip_bad, dense, labels, ids, report,
+        )  # fmt: skip
+        if good < 0:
+            raise DataError(self._what_is_wrong(block, data, report))
+        sparse = [Column(ids[f, :good]) for f in range(len(self.features))]
+        return Columns(dense[:good], labels[:good], sparse), rows - good
+
+    def _lines(self, block: int) -> np.ndarray:
+        """The bytes of all lines that begin in the piece."""
+        name, piece = self._blocks[block]
+        begin = piece * PIECE_BYTES
+        with self._reading(name), open(name, "rb", buffering=0) as file:
+            # From the byte before, which tells whether a line begins here; to the end of the line of the last byte.
+            file.seek(max(begin - 1, 0))
+            data = _read_fully(file, PIECE_BYTES + min(begin, 1))
+            tail = b"" if data.endswith(b"\n") else file.read(1 << 16)
+            while tail and b"\n" not in tail and len(tail) <= _LONGEST_LINE_BYTES:
+                more = file.read(1 << 16)
+                if not more:
+                    break
+                tail += more
+        if len(tail) > _LONGEST_LINE_BYTES:
+            raise DataError(f"{name}: a line has more than {_LONGEST_LINE_BYTES} bytes; give TAB-separated text with one sample a line")
+        start = data.find(b"\n") + 1 if begin else 0
+        if begin and not start:
+            return np.zeros(0, np.uint8)
+        end = tail.find(b"\n") + 1 or len(tail)
+        return np.frombuffer(data + tail[:end] if end else data, np.uint8)[start:]
+
+    # Bad lines.
+
+    def _what_is_wrong(self, block: int, data: np.ndarray, report: np.ndarray) -> str:
+        name, piece = self._blocks[block]
+        kind, line, column, begin, end = (int(v) for v in report)
+        number = 1 + line + sum(self.block_rows(block - i) for i in range(1, piece + 1))
+        field = data[begin : min(end, begin + 40)].tobytes().decode("utf-8", "replace")
+        where = f"{name}: line {number}: "
+        remedy = "correct the line, or pass bad_rows='skip'"
+        if kind == kernel.COLUMNS:
+            text = next(_split_lines(data, line)).count(b"\t") + 1
+            return f"{where}{text} columns where {1 + self.num_dense + len(self.features)} are needed; {remedy}"
+        if kind == kernel.LABEL:
+            return f"{where}the label is {field!r} where 0 or 1 is needed (there is no header line); {remedy}"
+        if kind == kernel.INTEGER:
+            return f"{where}column i{column} is {field!r} where an integer of at most 18 digits or nothing is needed; {remedy}"
+        feature = column - 1 - self.num_dense
+        if kind == kernel.RANGE:
+            return (
+                f"{where}column '{self.features[feature]}' is {int(field, 16)}, outside [0, {self.table_rows[feature]}); "
+                "give the table more rows (table_rows), hash the ids (ids='hash'), or pass bad_rows='skip'"
+            )
+        if kind == kernel.TRUNCATED:
+            return f"{where}the file ends inside the id {field!r}, so it is truncated; get it again, or pass bad_rows='skip'"
+        return f"{where}column '{self.features[feature]}' is {field!r} where a hexadecimal id or nothing is needed; {remedy}"
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "num_dense": self.num_dense}
+
+
+def _read_fully(file: Any, size: int) -> bytes:
+    """`size` bytes, or all there are."""
+    data = file.read(size)
+    while data and len(data) < size:
+        more = file.read(size - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _split_lines(data: np.ndarray, first: int) -> Iterator[bytes]:
+    yield from data.tobytes().split(b"\n")[first:]
