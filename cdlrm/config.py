@@ -53,7 +53,8 @@ class TrainConfig:
 
     # fmt: off
     data: list[str] | None = setting(
-        None, "files or globs: *.orc, *.parquet, or Criteo TSV (any other ending); default: synthetic data",
+        None, "files, folders or globs of one format: .orc, .parquet, or Criteo's TAB-separated text (.tsv, .txt, or "
+        "no ending); default: synthetic data",
         group="data", many=True, metavar="FILE")
     test_data: list[str] | None = setting(
         None, "files or globs to evaluate on; default: the end of --data, see --test-fraction",
@@ -101,7 +102,7 @@ class TrainConfig:
         None, "samples an evaluation step; default: 8 training batches", group="training", kind=int, low=1, high=2**24)
     nepochs: int = setting(1, "times that the training data is read", group="training", kind=int, low=1)
     num_batches: int | None = setting(
-        None, "training batches an epoch; default: all of --data, 200 for synthetic data",
+        None, "training batches an epoch; default: all of --data, 400 for synthetic data",
         group="training", kind=int, low=1)
     learning_rate: float = setting(
         0.1, "of the dense part, and of the tables unless --embedding-learning-rate is given",

@@ -7,12 +7,11 @@ from typing import Any
 
 from .config import TrainConfig, dashed
 from .data import Source
-from .errors import ConfigError
+from .errors import ConfigError, DataError
 
-SYNTHETIC_BATCHES = 200
-"""Training batches of the synthetic data when --num-batches is not given: about half a minute on two cores."""
-SYNTHETIC_TEST_SAMPLES = 65536
-FILE_TABLE_ROWS = 2**20
+SYNTHETIC_BATCHES = 400
+"""Training batches of the synthetic data when --num-batches is not given: well below a minute on two cores."""
+SYNTHETIC_TEST_SAMPLES = 32768
 TEST_BATCH_FACTOR = 8
 
 
@@ -82,4 +81,40 @@ def _synthetic(config: TrainConfig, chosen: list[str]) -> tuple[Source, Source]:
 
     train = source(0, train_rows, config.mini_batch_size, config.shuffle)
     test = source(train_rows, SYNTHETIC_TEST_SAMPLES, _test_batch(config), False)
+    return train, test
+
+
+def _from_files(config: TrainConfig, chosen: list[str]) -> tuple[Source, Source | None]:
+    from .data.filesource import DEFAULT_TABLE_ROWS
+    from .data.opening import open_train_test
+
+    assert config.data is not None
+    if config.table_rows is None:
+        chosen.append(
+            f"table rows: {DEFAULT_TABLE_ROWS:,} a column, because --table-rows is not given; ids are mapped by "
+            "mix64(id) mod rows."
+        )
+    if not config.test_data and config.test_fraction > 0:
+        chosen.append(
+            f"test data: the last {100 * config.test_fraction:g} % of the rows, because --test-data is not given "
+            "(--test-fraction)."
+        )
+    train, test = open_train_test(
+        config.data,
+        test_data=config.test_data,
+        test_fraction=config.test_fraction,
+        batch_size=config.mini_batch_size,
+        test_batch_size=_test_batch(config),
+        shuffle=config.shuffle,
+        seed=config.seed,
+        limit_batches=config.num_batches,
+        table_rows=DEFAULT_TABLE_ROWS if config.table_rows is None else config.table_rows,
+        ids=config.ids or "hash",
+        bad_rows=config.bad_rows,
+    )
+    if test is not None and (test.features, test.num_dense) != (train.features, train.num_dense):
+        raise DataError(
+            f"--test-data has {len(test.features)} categorical and {test.num_dense} dense columns where --data has "
+            f"{len(train.features)} and {train.num_dense}; give files of the same columns."
+        )
     return train, test

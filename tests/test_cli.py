@@ -135,7 +135,7 @@ def test_yaml_takes_dashes_and_aliases(tmp_path: Path, capsys: pytest.CaptureFix
     assert (values["mini_batch_size"], values["seed"]) == (99, 5)
 
 
-def test_train_prints_the_report_and_writes_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_printed_and_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     assert main(["train", *SMALL, "--num-batches", "6", "--json", str(file)]) == 0
     captured = capsys.readouterr()
