@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ import cdlrm
 
 BATCHES = 30
 CONFIGURATIONS = 1000
+SEEN: Counter[str] = Counter()  # what the configurations made the cache do
 DIMS = [1, 1, 2, 3, 3, 4, 8, 16, 17, 17, 32, 33, 64, 100, 257]
 
 
@@ -84,12 +87,12 @@ def resident(table: cdlrm.Table) -> cdlrm.Table:
 class Recorder:
     """The oracle's run, step by step: what every other run must reproduce."""
 
-    def __init__(self, setting: Setting, batches: list[Any], rng: np.random.Generator) -> None:
+    def __init__(self, setting: Setting, batches: list[Any], rng: np.random.Generator, evaluate: bool = True) -> None:
         self.setting = setting
         self.batches = batches
         self.oracle = Oracle(setting.tables, setting.optimizer, setting.seed)
         self.lr_at = {int(rng.integers(1, BATCHES)): float(setting.optimizer.lr) * 0.37} if rng.random() < 0.3 else {}
-        self.eval_at = int(rng.integers(0, BATCHES)) if rng.random() < 0.3 else -1
+        self.eval_at = int(rng.integers(0, BATCHES)) if evaluate and rng.random() < 0.3 else -1
         self.eval_inputs = random_inputs(rng, setting.tables, setting.shape)
         self.eval_out: Any = None
         self.steps: list[tuple[Any, Any, Any]] = []
@@ -138,6 +141,9 @@ def run(setting: Setting, batches: list[Any], rng: np.random.Generator, what: st
         recorder.follow(ebc, look, f"{what} looking ahead")
         look.close()
     ebc.check()
+    stats = ebc.stats()
+    SEEN.update(configurations=1, evicted=stats["evicts"] > 0, grew=stats["grows"] > 0)
+    SEEN["never grew"] += stats["evicts"] > 0 and stats["grows"] == 0
     ebc.close()
 
 
@@ -186,6 +192,44 @@ def test_the_smallest_cache_with_disjoint_batches(depth: int) -> None:
         setting = Setting(tables, optimizer, InputShape(), depth, 100, 1, torch.int64, depth)
         setting.cache_rows = lambda rng, batches: 20  # type: ignore[method-assign]
         run(setting, batches, np.random.default_rng(depth), f"depth {depth}")
+
+
+@pytest.mark.parametrize("cache_ratio", [0.05, 0.2, 1.0])
+def test_real_ids(data_dir: Path, cache_ratio: float) -> None:
+    """Real click logs (skew, bursts, missing ids): every cache gives the oracle's tables."""
+    orc = pytest.importorskip("pyarrow.orc")
+    log = orc.read_table(data_dir / "criteo_tb_orc" / "part-0.orc").slice(0, 6144)
+    rng = np.random.default_rng(0)
+    tables, columns = [], {}
+    for c in range(1, 27):
+        rows = int(rng.integers(100, 4000))
+        tables.append(cdlrm.Table(f"c{c}", rows, 4, pooling="mean" if c % 2 else "sum"))
+        column = log[f"c{c}"].combine_chunks()
+        columns[f"c{c}"] = (column.flatten().to_numpy() % rows, np.append(0, np.cumsum(column.value_lengths())))
+    batches = []
+    for first in range(0, log.num_rows, 512):
+        inputs = {}
+        for name, (values, offsets) in columns.items():
+            part = offsets[first : first + 513]
+            inputs[name] = (values[part[0] : part[-1]], part - part[0], None)
+        batches.append(inputs)
+    setting = Setting(tables, cdlrm.RowWiseAdagrad(lr=0.1), InputShape(), 2, 8, None, torch.int64, 0)
+    recorder = Recorder(setting, batches, rng, evaluate=False)
+    ebc = cdlrm.EmbeddingBagCollection(tables, optimizer=setting.optimizer, cache_ratio=cache_ratio, device="cpu")
+    loader = [to_torch(b) for b in batches]
+    recorder.follow(ebc, cdlrm.lookahead(ebc, loader, horizon=8, prefetch_depth=2), f"real ids, cache {cache_ratio}")
+    assert (ebc.stats()["evicts"] > 0) == (cache_ratio < 1.0)
+    ebc.close()
+
+
+def test_the_configurations_exercised_the_cache() -> None:
+    """The campaign is worth nothing if its caches never evict, grow, or hold several groups."""
+    if SEEN["configurations"] < 100:
+        pytest.skip("the configurations did not run in this session")
+    print(dict(SEEN))
+    assert SEEN["evicted"] > 0.4 * SEEN["configurations"]
+    assert SEEN["grew"] > 0.2 * SEEN["configurations"]
+    assert SEEN["never grew"] > 0.2 * SEEN["configurations"]
 
 
 @pytest.mark.long
