@@ -293,12 +293,12 @@ def _out_rows(columns: tuple[int, ...], width: int, size: int) -> np.ndarray:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _copy_ids(values, rows, base, bound):
     """rows = base + values; the first position whose id is outside [0, bound), or -1."""
-    good = True
+    signs = np.int64(0)  # negative as soon as one id, or its distance to the largest, is; this form vectorises
     for i in range(len(values)):
         value = np.int64(values[i])
-        good &= (value >= 0) & (value < bound)
+        signs |= value | (bound - 1 - value)
         rows[i] = base + value
-    if not good:
+    if signs < 0:
         for i in range(len(values)):
             value = rows[i] - base
             if value < 0 or value >= bound:
