@@ -11,32 +11,54 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Adagrad": "optim",
-    "Adam": "optim",
-    "Batch": "data.batch",
-    "EmbeddingBagCollection": "embedding",
-    "Jagged": "data.batch",
-    "Lookahead": "ahead",
-    "RowWiseAdagrad": "optim",
-    "SGD": "optim",
-    "Table": "table",
-    "lookahead": "ahead",
+    "ahead": ["Lookahead", "lookahead"],
+    "bag": ["Embedding", "EmbeddingBag"],
+    "data.batch": ["Batch", "Jagged"],
+    "embedding": ["EmbeddingBagCollection"],
+    "errors": [
+        "CacheTooSmallError",
+        "CdlrmError",
+        "ConfigError",
+        "DataError",
+        "InputError",
+        "NonFiniteGradientError",
+        "PipelineError",
+        "UsageError",
+    ],
+    "optim": ["SGD", "Adagrad", "Adam", "RowWiseAdagrad"],
+    "replace": ["replace_embeddings"],
+    "table": ["Table"],
 }
-_ERRORS = (
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Batch",
     "CacheTooSmallError",
     "CdlrmError",
     "ConfigError",
     "DataError",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
     "InputError",
+    "Jagged",
+    "Lookahead",
     "NonFiniteGradientError",
     "PipelineError",
+    "RowWiseAdagrad",
+    "Table",
     "UsageError",
-)
-_HOME.update(dict.fromkeys(_ERRORS, "errors"))
-
-__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+    "__version__",
+    "lookahead",
+    "replace_embeddings",
+]
 
 if TYPE_CHECKING:
+    from .ahead import Lookahead, lookahead
+    from .bag import Embedding, EmbeddingBag
     from .data.batch import Batch, Jagged
     from .embedding import EmbeddingBagCollection
     from .errors import (
@@ -49,18 +71,18 @@ if TYPE_CHECKING:
         PipelineError,
         UsageError,
     )
-    from .ahead import Lookahead, lookahead
     from .optim import SGD, Adagrad, Adam, RowWiseAdagrad
+    from .replace import replace_embeddings
     from .table import Table
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'cdlrm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *__all__})

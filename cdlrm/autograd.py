@@ -31,7 +31,7 @@ class GroupCall:
 
 def pooled_lookup(module: Any, calls: list[GroupCall], anchor: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
     """One output [B, features of that dim, dim] for every dim, ascending."""
-    if torch.is_grad_enabled() and anchor.requires_grad:
+    if torch.is_grad_enabled() and (anchor.requires_grad or weights):
         return list(_PooledLookup.apply(module, calls, list(weights), anchor, *weights.values()))
     with torch.no_grad():
         return [torch.from_numpy(out) for out in _forward(calls, training=False)]
@@ -53,7 +53,7 @@ def _forward(calls: list[GroupCall], training: bool) -> list[np.ndarray]:
         else:
             group.settle()
             with group.cache.pause():
-                slots, keep = group.reading_slots(lookups.rows)
+                slots, keep = group.reading_slots(lookups)
                 try:
                     group.driver.lookup(group.weight, slots, lookups, lookups.weights, matrix)
                 finally:
@@ -65,6 +65,7 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: Any, calls: list[GroupCall], features: list[str], anchor: Tensor, *weights: Tensor) -> Any:
         ctx.module, ctx.calls, ctx.features = module, calls, features
+        ctx.learns = anchor.requires_grad
         ctx.set_materialize_grads(False)
         return tuple(torch.from_numpy(out) for out in _forward(calls, training=True))
 
@@ -85,10 +86,11 @@ class _PooledLookup(torch.autograd.Function):
             received.append((each, matrix))
         finite = _finite(ctx.module, received)
         weight_grads = _weight_grads(ctx, received)
-        for each, matrix in received:
+        for each, matrix in _unscaled(ctx.module, received):
             assert each.call is not None
+            each.group.tell_scaler(finite)
             scaled = each.group.driver.scale_mean(each.lookups, matrix)
-            each.group.receive(each.call, scaled, each.lookups.weights, finite)
+            each.group.receive(each.call, scaled, each.lookups.weights, finite, ctx.learns)
         return (None, None, None, None, *weight_grads)
 
 
@@ -97,7 +99,7 @@ def _finite(module: Any, received: list[tuple[GroupCall, np.ndarray]]) -> bool:
     for dim in {each.group.dim for each, _ in received}:
         each, matrix = next((e, m) for e, m in received if e.group.dim == dim)
         if not each.group.driver.all_finite(matrix):
-            if module.nonfinite == "skip":
+            if module.nonfinite == "skip" or module.grad_scaler is not None:
                 return False
             assert each.call is not None
             row, column = (int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
@@ -124,3 +126,12 @@ def _weight_grads(ctx: Any, received: list[tuple[GroupCall, np.ndarray]]) -> lis
         for f, name in enumerate(slots):
             found[name] = torch.from_numpy(out[starts[f] : starts[f + 1]])
     return [found[name] for name in ctx.features]
+
+
+def _unscaled(module: Any, received: list[tuple[GroupCall, np.ndarray]]) -> list[tuple[GroupCall, np.ndarray]]:
+    """Divide by the module's GradScaler's scale, as `scaler.unscale_` does for torch's optimizers."""
+    scaler = module.grad_scaler
+    if scaler is None or not scaler.is_enabled():
+        return received
+    inverse = np.float32(1.0 / scaler.get_scale())
+    return [(each, matrix * inverse) for each, matrix in received]

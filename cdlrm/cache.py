@@ -20,7 +20,7 @@ import numpy as np
 
 from .driver.base import Driver
 from .plan import Plan
-from .store import RamStore
+from .store import Store
 
 WAIT_SECONDS = 1.0  # bound of every wait; a loop around it re-checks
 
@@ -49,7 +49,7 @@ class Cache:
     `slot_row` int64 [C + X] (-1: empty) and `dirty` uint8 [C + X] describe them.
     """
 
-    def __init__(self, rows: int, store: RamStore, driver: Driver) -> None:
+    def __init__(self, rows: int, store: Store, driver: Driver) -> None:
         self.store, self.driver = store, driver
         self.rows = 0
         self.moves = Moves()

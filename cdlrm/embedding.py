@@ -7,29 +7,23 @@ needed; without it they are fetched on demand.  The results are the same to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .autograd import GroupCall, pooled_lookup
-from .driver.cpu import CpuDriver
-from .errors import ConfigError, InputError, UsageError
+from .errors import ConfigError, InputError
 from .fused import FusedOptimizer
 from .group import Group, feature_slots
-from .ahead import Lookahead, lookahead
-from .lookups import FeatureSlot, Lookups, flatten
+from .lookups import Lookups
+from .module import CachedModule
 from .optim import Optimizer
-from .placement import check_cache_settings, place, split_groups
-from .stats import group_stats, total
+from .placement import check_cache_settings, choose_driver, make_groups
 from .table import Table
 
-NONFINITE = ("raise", "skip")
 
-
-class EmbeddingBagCollection(nn.Module):
+class EmbeddingBagCollection(CachedModule):
     """Pooled lookups of several tables, through a cache that is exact.
 
     Arguments:
@@ -38,7 +32,7 @@ class EmbeddingBagCollection(nn.Module):
             table name -> specification.  Tables of equal dim and optimizer form a group with one cache.
         cache_rows: slots in all ("auto": everything resident if it fits); `cache_ratio` instead: the
             share of the rows that the cache holds.
-        device: "auto" or "cpu".   store: "ram".
+        device: "auto" or "cpu".   store: "ram" (host memory) or "file:DIR" (tables larger than it).
         strict: refuse a batch that needs more rows than the cache has, instead of growing.
         seed: of the initial values.
         nonfinite: "raise" NonFiniteGradientError on NaN or infinity in a gradient, or "skip" that
@@ -62,59 +56,28 @@ class EmbeddingBagCollection(nn.Module):
         nonfinite: str = "raise",
         shards: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(nonfinite)
         self.tables = _checked_tables(tables)
         check_cache_settings(cache_rows, cache_ratio)
-        if nonfinite not in NONFINITE:
-            raise ConfigError(f"nonfinite={nonfinite!r}: must be one of {', '.join(NONFINITE)}.")
-        if store != "ram":
-            raise ConfigError(f'store={store!r}: this version keeps tables in host memory only; use store="ram".')
-        if str(device) not in ("auto", "cpu"):
-            raise ConfigError(f'device={str(device)!r}: this version runs on the CPU only; use "cpu" or "auto".')
-        self.nonfinite = nonfinite
         self.features = [feature for table in self.tables for feature in table.feature_names]
-        self.driver = CpuDriver()
-        self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
-        self.notes: list[str] = []  # what was chosen automatically, and why
-        self._closed = False
-        self.groups = self._make_groups(_optimizers(self.tables, optimizer), cache_rows, cache_ratio, strict, seed, shards)
+        groups, self.notes = make_groups(
+            self.tables, _optimizers(self.tables, optimizer), cache_rows=cache_rows, cache_ratio=cache_ratio,
+            driver=choose_driver(device), store=store, strict=strict, seed=seed, shards=shards,
+        )  # fmt: skip
         dims = sorted({table.embedding_dim for table in self.tables})
         self._features_of_dim = {
             dim: [f for table in self.tables if table.embedding_dim == dim for f in table.feature_names] for dim in dims
         }
-        self._slots: dict[Group, list[FeatureSlot]] = {}
-        for group in self.groups:
+        slots = {}
+        for group in groups:
             columns = {feature: c for c, feature in enumerate(self._features_of_dim[group.dim])}
-            self._slots[group] = feature_slots(group.tables, group.bases, columns)
-        self.optimizer = FusedOptimizer(self.groups)
-
-    def _make_groups(
-        self,
-        optimizers: list[Optimizer],
-        cache_rows: int | str,
-        cache_ratio: float | None,
-        strict: bool,
-        seed: int,
-        shards: int | None,
-    ) -> list[Group]:
-        members = split_groups(self.tables, optimizers)
-        rows = [sum(self.tables[n].num_embeddings for n in numbers) for numbers in members]
-        free = [i for i, numbers in enumerate(members) if not self.tables[numbers[0]].resident]
-        sizes = []
-        for i in free:
-            dim = self.tables[members[i][0]].embedding_dim
-            sizes.append(4 * (dim + optimizers[members[i][0]].state_width(dim)))
-        slots = dict(enumerate(rows))
-        if free:
-            chosen, self.notes = place([rows[i] for i in free], sizes, cache_rows, cache_ratio)
-            slots.update(zip(free, chosen, strict=True))
-        return [
-            Group(
-                [self.tables[n] for n in numbers], numbers, optimizers[numbers[0]], self.driver, cache_rows=slots[i],
-                resident=slots[i] >= rows[i], strict=strict, seed=seed, shards=shards,
-            )
-            for i, numbers in enumerate(members)
-        ]  # fmt: skip
+            slots[group] = feature_slots(group.tables, group.bases, columns)
+        self._attach(
+            slots,
+            {group: len(self._features_of_dim[group.dim]) for group in groups},
+            {f"embedding_bags.{table.name}.weight": table.name for table in self.tables},
+            FusedOptimizer(groups),
+        )
 
     # --- forward ---
 
@@ -127,14 +90,8 @@ class EmbeddingBagCollection(nn.Module):
 
         Raises InputError for bad input, UsageError after `close`.
         """
-        self.require_open()
         inputs, size = _inputs(features)
-        calls = [
-            GroupCall(group, flatten(self._slots[group], len(self._features_of_dim[group.dim]), inputs, size))
-            for group in self.groups
-        ]
-        weights = self._weights_that_learn(inputs)
-        outputs = pooled_lookup(self, calls, self.anchor, weights)
+        outputs = self._look_up(inputs, size, self._weights_that_learn(inputs))
         if len(outputs) == 1:
             return outputs[0]
         return {
@@ -155,113 +112,9 @@ class EmbeddingBagCollection(nn.Module):
                         out[feature] = weights
         return out
 
-    def feature_order(self, group: Group) -> list[str]:
-        """Features of `group` in the order of its lookups."""
-        return [slot.feature for slot in self._slots[group]]
-
     def lookahead_calls(self, features: Any) -> dict[Group, Lookups]:
         """What `forward(features)` will look up in each group (used by `cdlrm.lookahead`)."""
-        inputs, size = _inputs(features)
-        return {
-            group: flatten(self._slots[group], len(self._features_of_dim[group.dim]), inputs, size)
-            for group in self.groups
-        }
-
-    def lookahead(self, loader: Iterable[Any], **settings: Any) -> Lookahead:
-        """`cdlrm.lookahead(self, loader, **settings)`."""
-        return lookahead(self, loader, **settings)
-
-    # --- tables as a whole ---
-
-    def flush(self) -> None:
-        """Write every changed row of the cache to the store."""
-        for group in self.groups:
-            group.flush()
-
-    def close(self) -> None:
-        """Stop look-aheads, bring all rows home, stop threads.  Tables stay readable; forward does not work
-        any more.  May be called twice."""
-        if self._closed:
-            return
-        for group in self.groups:
-            if group.attached is not None:
-                group.attached.close()
-        for group in self.groups:
-            group.close()
-        self._closed = True
-        self.driver.close()
-
-    def require_open(self) -> None:
-        if self._closed:
-            raise UsageError("this EmbeddingBagCollection was closed; make a new one (its state_dict() still works).")
-
-    def check(self) -> None:
-        """Verify rules and structure; raises AssertionError naming what is broken (for tests)."""
-        for group in self.groups:
-            group.check()
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since the module was made, summed over groups; see `cdlrm.stats`."""
-        return total([group_stats(group) for group in self.groups])
-
-    def table_weight(self, name: str) -> Tensor:
-        """A copy of a table's newest weights, float32 [num_embeddings, embedding_dim]."""
-        return torch.from_numpy(self._group_of(name).table_values(name)[0])
-
-    def table_state(self, name: str) -> dict[str, Tensor]:
-        """Copies of a table's optimizer state by torch's names: float32 [rows] or [rows, dim]."""
-        group = self._group_of(name)
-        state = group.table_values(name)[1]
-        out = {}
-        for key, (lo, hi) in group.optimizer.state_names(group.dim).items():
-            part = torch.from_numpy(np.ascontiguousarray(state[:, lo:hi]))
-            out[key] = part[:, 0] if hi - lo == 1 and group.optimizer.state_width(group.dim) == 1 else part
-        return out
-
-    def set_table(self, name: str, weight: Tensor | np.ndarray) -> None:
-        """Replace a table's weights by float32 [num_embeddings, embedding_dim]; optimizer state stays."""
-        group = self._group_of(name)
-        lo, hi = group.span(name)
-        values = np.ascontiguousarray(weight.detach().cpu().numpy() if isinstance(weight, Tensor) else weight)
-        if values.dtype != np.float32 or values.shape != (hi - lo, group.dim):
-            raise InputError(
-                f"table {name!r}: weights are {values.dtype} {list(values.shape)}; pass float32 {[hi - lo, group.dim]}."
-            )
-        group.set_table(name, values, None)
-
-    def _group_of(self, name: str) -> Group:
-        for group in self.groups:
-            if any(table.name == name for table in group.tables):
-                return group
-        names = ", ".join(repr(table.name) for table in self.tables)
-        raise ConfigError(f"there is no table {name!r}; the tables are {names}.")
-
-    def _key(self, table: Table) -> str:
-        return f"embedding_bags.{table.name}.weight"
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for table in self.tables:
-            destination[prefix + self._key(table)] = self.table_weight(table.name)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        wanted = {prefix + self._key(table): table.name for table in self.tables}
-        for key, name in wanted.items():
-            if key not in state_dict:
-                missing_keys.append(key)
-                continue
-            try:
-                self.set_table(name, state_dict[key])
-            except InputError as error:
-                error_msgs.append(str(error))
-        if strict:
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in wanted]
-
-    def extra_repr(self) -> str:
-        stats = self.stats()
-        return f"tables={len(self.tables)}, rows={stats['table_rows']}, cache_rows={stats['cache_rows']}"
+        return self._flatten(*_inputs(features))
 
 
 def _inputs(features: Any) -> tuple[Mapping[str, Any], int | None]:

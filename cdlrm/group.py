@@ -22,17 +22,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from .cache import Cache
 from .driver.base import Driver
 from .errors import UsageError
-from .initial import Initializer
 from .lookups import FeatureSlot, Lookups
 from .optim import Adam, Optimizer
 from .plan import MinCounter, Plan, Planner
 from .plan.resident import ResidentPlanner
 from .step import Call, Step, merge
-from .store import RamStore
+from .store import RamStore, Store
 from .table import Table
 
 log = logging.getLogger("cdlrm")
@@ -57,7 +57,7 @@ class Counts:
 
 
 class Group:
-    """`tables` (numbers `numbers` in their collection) with `optimizer`, `cache_rows` slots.
+    """`tables` with `optimizer`; their records live in `store`, `cache_rows` of them on the device.
 
     `resident`: every row is on the device, slot = row, and nothing moves.
     """
@@ -65,33 +65,27 @@ class Group:
     def __init__(
         self,
         tables: Sequence[Table],
-        numbers: Sequence[int],
         optimizer: Optimizer,
         driver: Driver,
+        store: Store,
         *,
         cache_rows: int,
         resident: bool,
         strict: bool,
-        seed: int,
         shards: int | None,
     ) -> None:
-        self.tables, self.optimizer, self.driver = list(tables), optimizer, driver
+        self.tables, self.optimizer, self.driver, self.store = list(tables), optimizer, driver, store
         self.dim = tables[0].embedding_dim
         self.bases = np.concatenate([[0], np.cumsum([t.num_embeddings for t in tables])]).astype(np.int64)
         self.num_rows = int(self.bases[-1])
-        initializer = Initializer(
-            self.bases, [t.init for t in tables], seed, self.dim, numbers, [t.name for t in tables]
-        )
-        self.store = RamStore(
-            self.num_rows, self.dim, optimizer.state_width(self.dim), optimizer.initial_state, initializer, driver
-        )
         self.resident = resident
         self.hyper: dict[str, Any] = {"lr": optimizer.lr}  # a param_group of torch: `lr` may change
         self.table_steps = np.zeros(len(tables), np.int64)
         self.counts = Counts(distinct_by_table=np.zeros(len(tables), np.int64))
         self.planner: Planner | ResidentPlanner
         if resident:
-            self.store.make_resident()
+            assert isinstance(store, RamStore)
+            store.make_resident()
             self.planner = ResidentPlanner(self.num_rows, driver)
             self.cache = Cache(0, self.store, driver)
             self.minimum: MinCounter | None = None
@@ -99,6 +93,7 @@ class Group:
             self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
             self.cache = Cache(self.planner.cache_rows, self.store, driver)
             self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        self.closed = False
         self.attached: Any = None  # the look-ahead that feeds this group
         self.step: Step | None = None
         self.completed = -1  # newest batch that ended
@@ -112,11 +107,11 @@ class Group:
 
     @property
     def weight(self) -> np.ndarray:
-        return self.store.weight if self.resident else self.cache.weight
+        return self.store.weight if isinstance(self.store, RamStore) and self.resident else self.cache.weight
 
     @property
     def state(self) -> np.ndarray:
-        return self.store.state if self.resident else self.cache.state
+        return self.store.state if isinstance(self.store, RamStore) and self.resident else self.cache.state
 
     @property
     def lr(self) -> float:
@@ -263,13 +258,23 @@ class Group:
         step.plan = plan
         return step.open_call(lookups, plan.slots, -1)
 
-    def receive(self, call: Call, grad: np.ndarray, weights: np.ndarray | None, finite: bool) -> None:
-        """The gradient of a call's output, float32 [R, D] with mean bags divided already."""
+    def receive(
+        self, call: Call, grad: np.ndarray, weights: np.ndarray | None, finite: bool = True, learns: bool = True
+    ) -> None:
+        """The gradient of a call's output, float32 [R, D] with mean bags divided already.
+
+        `learns=False`: the rows are frozen, only the per-sample weights learn.
+        """
         step = call.step
-        step.receive(call, grad, weights)
+        step.receive(call, grad, weights, learns)
         step.skip = step.skip or not finite
         if not step.waiting():
             self._apply(step)
+
+    def tell_scaler(self, finite: bool) -> None:
+        """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
+        for parameter in self.hyper.get("params", ()):
+            parameter.grad = torch.full((), 0.0 if finite else float("inf"))
 
     def _apply(self, step: Step) -> None:
         """One update with all gradients that have come."""
@@ -296,6 +301,7 @@ class Group:
             self.optimizer, self.lr, self.weight, self.state, segments, lookup_row, grad, weights, step_sizes
         )
         if self.resident:
+            assert isinstance(self.store, RamStore)
             self.store.mark(segments.seg_slot)
         else:
             self.cache.mark_dirty(segments.seg_slot)
@@ -303,7 +309,8 @@ class Group:
 
     def _tables_of(self, calls: Sequence[Call]) -> np.ndarray:
         """Numbers (in the group) of the tables that the calls use, also where all bags are empty."""
-        return np.unique(np.searchsorted(self.bases, np.concatenate([c.lookups.bases for c in calls]), side="right") - 1)
+        bases = np.concatenate([call.lookups.bases for call in calls])
+        return np.unique(np.searchsorted(self.bases, bases, side="right") - 1)
 
     def _scratch(self) -> np.ndarray:
         slots = self.num_rows if self.resident else int(self.cache.slot_row.size)
@@ -327,14 +334,18 @@ class Group:
             slots[missing] = self.cache.borrow(distinct[missing])
         return slots[inverse.reshape(-1)]
 
-    def reading_slots(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
-        """Slots with the newest values of `rows`, for reading; and how many places are lent otherwise.
-
-        The cache must be paused; afterwards `cache.give_back(keep)` with the second value.
+    def reading_slots(self, lookups: Lookups) -> tuple[np.ndarray, int]:
+        """Slots with the newest values of the lookups' rows, for reading; and how many places are lent
+        otherwise.  The cache must be paused; afterwards `cache.give_back(keep)` with the second value.
         """
+        rows = lookups.rows
         if self.resident:
             return rows, 0
         keep = self.cache.lent
+        if self.step is not None:
+            for i, announced in enumerate(self.step.announced):
+                if self.step.batches == 1 and announced.same_ids(lookups):
+                    return self.step.announced_slots(i), keep
         slots = self._resolve(rows)
         missing = np.flatnonzero(slots < 0)
         if missing.size:
@@ -393,6 +404,14 @@ class Group:
             if not self.resident:
                 self.cache.refresh()
 
+    def set_rows(self, lo: int, weight: np.ndarray) -> None:
+        """Replace the weights of the group rows from `lo` on; cached rows follow."""
+        self.flush()
+        with self.cache.pause():
+            self.store.put(lo, weight, None)
+            if not self.resident:
+                self.cache.refresh()
+
     def span(self, name: str) -> tuple[int, int]:
         """Group rows [lo, hi) of a table."""
         t = [table.name for table in self.tables].index(name)
@@ -414,9 +433,14 @@ class Group:
                 raise AssertionError("rule 1: cache plus pending plans is not what the planner believes")
 
     def close(self) -> None:
+        """End the step, bring all rows home, stop the driver's threads.  Tables stay readable."""
+        if self.closed:
+            return
         self.abandon()
         self.flush()
-        self.store.close()
+        self.closed = True
+        self.store.flush()
+        self.driver.close()
 
 
 def _together(calls: Sequence[Lookups]) -> tuple[np.ndarray, Sequence[int]]:

@@ -1,4 +1,4 @@
-"""Which groups there are, which of them are resident, and how many slots the others get."""
+"""From tables to groups: which there are, which are resident, how many slots the others get, where they live."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from .driver.base import Driver
+from .driver.cpu import CpuDriver
 from .errors import ConfigError
+from .group import Group
+from .initial import Initializer
 from .optim import Optimizer
+from .store import Store, open_store
 from .table import Table
 
 RESERVE = 0.25  # of the available memory is left to everything else
@@ -22,6 +30,13 @@ def available_bytes() -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, int(text) - int(used.read_text()))
     return max(available, 0)
+
+
+def choose_driver(device: str | torch.device | None) -> Driver:
+    """The driver of `device`: "auto", "cpu" (or None).  Raises ConfigError for others."""
+    if device is not None and str(device) not in ("auto", "cpu"):
+        raise ConfigError(f'device={str(device)!r}: this version runs on the CPU only; use "cpu" or "auto".')
+    return CpuDriver()
 
 
 def split_groups(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[list[int]]:
@@ -45,7 +60,7 @@ def check_cache_settings(cache_rows: int | str, cache_ratio: float | None) -> No
 
 
 def place(
-    rows: Sequence[int], record_bytes: Sequence[int], cache_rows: int | str, cache_ratio: float | None
+    rows: Sequence[int], record_bytes: Sequence[int], cache_rows: int | str, cache_ratio: float | None, store: str
 ) -> tuple[list[int], list[str]]:
     """Slots of each group (as many as its rows = resident), and what was chosen automatically and why.
 
@@ -64,7 +79,58 @@ def place(
     told = f"{need / 2**30:.2f} GiB of records, {have / 2**30:.2f} GiB of host memory available"
     if need <= usable:
         return list(rows), [f"cache_rows=auto: everything is resident ({told}, {RESERVE:.0%} reserved)."]
+    if store != "ram":
+        slots = [max(1, int(n * usable / 2 / max(need, 1))) for n in rows]
+        return slots, [f"cache_rows=auto: {sum(slots)} of {total} rows are cached in half of the usable memory ({told})."]
     raise ConfigError(
-        f"the tables do not fit the host memory: {told}, of which {RESERVE:.0%} stay reserved; use fewer rows, a "
-        f"smaller dim, or an optimizer with less state."
+        f"the tables do not fit the host memory: {told}, of which {RESERVE:.0%} stay reserved; use "
+        f'store="file:DIR", fewer rows, a smaller dim, or an optimizer with less state.'
     )
+
+
+def make_groups(
+    tables: Sequence[Table],
+    optimizers: Sequence[Optimizer],
+    *,
+    cache_rows: int | str,
+    cache_ratio: float | None,
+    driver: Driver,
+    store: str,
+    strict: bool,
+    seed: int,
+    shards: int | None,
+) -> tuple[list[Group], list[str]]:
+    """The groups of `tables`, and what was chosen automatically and why."""
+    members = split_groups(tables, optimizers)
+    rows = [sum(tables[n].num_embeddings for n in numbers) for numbers in members]
+    free = [i for i, numbers in enumerate(members) if not tables[numbers[0]].resident]
+    sizes = []
+    for i in free:
+        dim = tables[members[i][0]].embedding_dim
+        sizes.append(4 * (dim + optimizers[members[i][0]].state_width(dim)))
+    slots = dict(enumerate(rows))
+    notes: list[str] = []
+    if free:
+        chosen, notes = place([rows[i] for i in free], sizes, cache_rows, cache_ratio, store)
+        slots.update(zip(free, chosen, strict=True))
+    groups = []
+    for i, numbers in enumerate(members):
+        optimizer = optimizers[numbers[0]]
+        own = [tables[n] for n in numbers]
+        home = _store(store, i, own, numbers, optimizer, driver, seed)
+        # a file's rows are never all on the device in place: its cache may hold all, but as a cache
+        resident = slots[i] >= rows[i] and home.kind == "ram"
+        groups.append(
+            Group(own, optimizer, driver, home, cache_rows=slots[i], resident=resident, strict=strict, shards=shards)
+        )
+    return groups, notes
+
+
+def _store(
+    spec: str, group: int, tables: Sequence[Table], numbers: Sequence[int], optimizer: Optimizer, driver: Driver, seed: int
+) -> Store:
+    bases = np.concatenate([[0], np.cumsum([table.num_embeddings for table in tables])]).astype(np.int64)
+    dim = tables[0].embedding_dim
+    names = [table.name for table in tables]
+    initializer = Initializer(bases, [table.init for table in tables], seed, dim, numbers, names)
+    return open_store(spec, group, tables, optimizer, initializer, driver, seed)

@@ -70,10 +70,12 @@ class Step:
         self._waiting = [ref for ref in self._waiting if (call := ref()) is not None and call.number not in self.used]
         return bool(self._waiting)
 
-    def receive(self, call: Call, grad: np.ndarray, weights: np.ndarray | None) -> None:
+    def receive(self, call: Call, grad: np.ndarray, weights: np.ndarray | None, learns: bool) -> None:
+        """A call's gradient came; it takes part in the update if its rows learn."""
         call.grad, call.weights = grad, weights
         self.used.add(call.number)
-        self.graded.append(call)
+        if learns:
+            self.graded.append(call)
 
     def take(self) -> list[Call]:
         """The calls with a gradient, in the order of their forwards; they are updated now."""

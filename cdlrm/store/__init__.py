@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from ..driver.base import Driver
+from ..errors import ConfigError
+from ..initial import Initializer
+from ..optim import Optimizer
+from ..table import Table
 from .ram import RamStore
 
-__all__ = ["RamStore", "Store"]
+__all__ = ["RamStore", "Store", "open_store"]
 
 
 class Store(Protocol):
@@ -44,3 +50,19 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release what the store holds.  May be called twice."""
+
+
+def open_store(
+    spec: str,
+    group: int,
+    tables: Sequence[Table],
+    optimizer: Optimizer,
+    initializer: Initializer,
+    driver: Driver,
+    seed: int,
+) -> Store:
+    """The store of group number `group` with `tables`: `spec` is "ram" or "file:DIR"."""
+    rows, dim = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
+    if spec == "ram":
+        return RamStore(rows, dim, optimizer.state_width(dim), optimizer.initial_state, initializer, driver)
+    raise ConfigError(f'store={spec!r}: must be "ram".')

@@ -1,0 +1,193 @@
+"""`CachedModule`: what all embedding modules of this library share.
+
+A module looks features up in groups.  Several modules may share a group (and so a cache and a plan).
+Rows are no parameters: they live in a store, are trained in a cache and updated in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .ahead import Lookahead, lookahead
+from .autograd import GroupCall, pooled_lookup
+from .errors import ConfigError, InputError, UsageError
+from .fused import FusedOptimizer
+from .group import Group
+from .lookups import FeatureSlot, Lookups, flatten
+from .placement import available_bytes
+from .stats import group_stats, total
+
+NONFINITE = ("raise", "skip")
+
+
+class CachedModule(nn.Module):
+    """Base of `EmbeddingBagCollection`, `EmbeddingBag` and `Embedding`.
+
+    `groups` and, for each, `slots`: the features that this module looks up there, in order; `widths`:
+    output columns of each group's dim.  `keys`: state_dict key -> name of each of the module's tables.
+    """
+
+    groups: list[Group]
+    optimizer: FusedOptimizer
+
+    def __init__(self, nonfinite: str) -> None:
+        super().__init__()
+        if nonfinite not in NONFINITE:
+            raise ConfigError(f"nonfinite={nonfinite!r}: must be one of {', '.join(NONFINITE)}.")
+        self.nonfinite = nonfinite
+        self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
+        self.notes: list[str] = []  # what was chosen automatically, and why
+        self.grad_scaler: Any = None
+        self._slots: dict[Group, list[FeatureSlot]] = {}
+        self._widths: dict[Group, int] = {}
+        self._keys: dict[str, str] = {}
+
+    def _attach(
+        self, slots: dict[Group, list[FeatureSlot]], widths: dict[Group, int], keys: dict[str, str],
+        optimizer: FusedOptimizer,
+    ) -> None:  # fmt: skip
+        self.groups = list(slots)
+        self._slots, self._widths, self._keys, self.optimizer = slots, widths, keys, optimizer
+
+    # --- lookups ---
+
+    def _flatten(self, inputs: Any, size: int | None) -> dict[Group, Lookups]:
+        return {group: flatten(self._slots[group], self._widths[group], inputs, size) for group in self.groups}
+
+    def _look_up(self, inputs: Any, size: int | None, weights: dict[str, Tensor]) -> list[Tensor]:
+        """Outputs [B, columns, dim] of each dim, ascending; `weights`: per-sample weights that want a gradient."""
+        self.require_open()
+        calls = [GroupCall(group, lookups) for group, lookups in self._flatten(inputs, size).items()]
+        return pooled_lookup(self, calls, self.anchor, weights)
+
+    def feature_order(self, group: Group) -> list[str]:
+        """Features of `group` in the order of its lookups."""
+        return [slot.feature for slot in self._slots[group]]
+
+    def lookahead(self, loader: Iterable[Any], **settings: Any) -> Lookahead:
+        """`cdlrm.lookahead(self, loader, **settings)`."""
+        return lookahead(self, loader, **settings)
+
+    def require_open(self) -> None:
+        if any(group.closed for group in self.groups):
+            raise UsageError(
+                f"this {type(self).__name__} was closed; make a new one (its state_dict() still works, and modules "
+                f"that share a cache are closed together)."
+            )
+
+    # --- tables as a whole ---
+
+    def flush(self) -> None:
+        """Write every changed row of the cache to the store."""
+        for group in self.groups:
+            group.flush()
+
+    def close(self) -> None:
+        """Stop look-aheads, bring all rows home, stop threads.  Tables stay readable; forward does not work
+        any more.  May be called twice."""
+        for group in self.groups:
+            if group.attached is not None:
+                group.attached.close()
+        for group in self.groups:
+            group.close()
+
+    def check(self) -> None:
+        """Verify rules and structure; raises AssertionError naming what is broken (for tests)."""
+        for group in self.groups:
+            group.check()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the module was made, summed over its groups; see `cdlrm.stats`."""
+        return total([group_stats(group) for group in self.groups])
+
+    def table_weight(self, name: str) -> Tensor:
+        """A copy of a table's newest weights, float32 [num_embeddings, embedding_dim].
+
+        Raises UsageError where the copy would not fit the host memory.
+        """
+        group = self._group_of(name)
+        lo, hi = group.span(name)
+        need, have = (hi - lo) * group.dim * 4, available_bytes()
+        if need > have:
+            raise UsageError(
+                f"a copy of table {name!r} needs {need / 2**30:.1f} GiB but {have / 2**30:.1f} GiB of host memory are "
+                f"available; save a checkpoint (cdlrm.save) and read it in pieces (cdlrm.iter_tables)."
+            )
+        return torch.from_numpy(group.table_values(name)[0])
+
+    def table_state(self, name: str) -> dict[str, Tensor]:
+        """Copies of a table's optimizer state by torch's names: float32 [rows] or [rows, dim]."""
+        group = self._group_of(name)
+        state = group.table_values(name)[1]
+        out = {}
+        for key, (lo, hi) in group.optimizer.state_names(group.dim).items():
+            part = torch.from_numpy(np.ascontiguousarray(state[:, lo:hi]))
+            out[key] = part[:, 0] if group.optimizer.state_width(group.dim) == 1 else part
+        return out
+
+    def set_table(self, name: str, weight: Tensor | np.ndarray) -> None:
+        """Replace a table's weights by float32 [num_embeddings, embedding_dim]; optimizer state stays."""
+        group = self._group_of(name)
+        lo, hi = group.span(name)
+        values = weight.detach().cpu().numpy() if isinstance(weight, Tensor) else np.asarray(weight)
+        if values.dtype != np.float32 or values.shape != (hi - lo, group.dim):
+            raise InputError(
+                f"table {name!r}: weights are {values.dtype} {list(values.shape)}; pass float32 {[hi - lo, group.dim]}."
+            )
+        group.set_table(name, np.ascontiguousarray(values), None)
+
+    def _group_of(self, name: str) -> Group:
+        for group in self.groups:
+            if any(table.name == name for table in group.tables):
+                return group
+        names = ", ".join(repr(known) for known in self._keys.values())
+        raise ConfigError(f"there is no table {name!r}; the tables are {names}.")
+
+    # --- torch's ways to treat a module ---
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for key, name in self._keys.items():
+            destination[prefix + key] = self.table_weight(name)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        for key, name in self._keys.items():
+            if prefix + key not in state_dict:
+                missing_keys.append(prefix + key)
+                continue
+            try:
+                self.set_table(name, state_dict[prefix + key])
+            except InputError as error:
+                error_msgs.append(str(error))
+        if strict:
+            known = {prefix + key for key in self._keys}
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CachedModule:
+        """`.to()`, `.half()`, `.cuda()`, …: what changes nothing is done, the rest refused with the reason."""
+        probe = fn(torch.zeros(1))
+        if probe.dtype != torch.float32:
+            raise UsageError(
+                f"{type(self).__name__} keeps and trains its rows in float32 and cannot become {probe.dtype}; use "
+                f"torch.autocast for lower precision, or convert the other parts of the model only."
+            )
+        if probe.device.type != "cpu":
+            raise UsageError(
+                f"{type(self).__name__} runs on the CPU in this version and cannot move to {probe.device}; move the "
+                f"other parts of the model, and its output."
+            )
+        return self
+
+    def share_memory(self) -> CachedModule:
+        raise UsageError("rows and their cache cannot be shared between processes; train in one process.")
+
+    def extra_repr(self) -> str:
+        stats = self.stats()
+        return f"tables={len(self._keys)}, rows={stats['table_rows']}, cache_rows={stats['cache_rows']}"

@@ -1,0 +1,161 @@
+"""`replace_embeddings`: put the embedding tables of an existing model behind shared caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .bag import Embedding, EmbeddingBag
+from .errors import ConfigError
+from .fused import FusedOptimizer
+from .module import CachedModule
+from .optim import Optimizer
+from .placement import check_cache_settings, choose_driver, make_groups
+from .table import Table
+
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
+
+
+class Replacement:
+    """What `replace_embeddings` did: `modules` (path -> new module), `optimizer`, `undo()`, `close()`."""
+
+    def __init__(self, model: nn.Module, modules: dict[str, CachedModule], originals: dict[str, nn.Module],
+                 optimizer: FusedOptimizer) -> None:  # fmt: skip
+        self.model, self.modules, self.optimizer = model, modules, optimizer
+        self._originals = originals
+
+    def undo(self) -> None:
+        """Put the original modules back, with the rows as trained, and close ours."""
+        for path, original in self._originals.items():
+            values = self.modules[path].table_weight(path)
+            original.weight.data = values
+            _swap(self.model, self.modules[path], original)
+        self.close()
+
+    def close(self) -> None:
+        """End look-aheads and threads; the tables stay readable."""
+        for module in self.modules.values():
+            module.close()
+
+
+def replace_embeddings(
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    min_rows: int = 0,
+    skip: Sequence[str] = (),
+    cache_rows: int | str = "auto",
+    cache_ratio: float | None = None,
+    device: str | torch.device = "auto",
+    store: str = "ram",
+    strict: bool = False,
+    seed: int = 0,
+    nonfinite: str = "raise",
+    shards: int | None = None,
+) -> Replacement:
+    """Replace every `nn.EmbeddingBag` and `nn.Embedding` of `model`, in place, keeping their values.
+
+    Tables of equal dim and optimizer share one group, one cache and one plan, whatever their number.
+    `optimizer`: one specification for all, or a mapping module path -> specification.  `min_rows`: only
+    tables with at least so many rows; `skip`: paths to leave alone.  The other arguments are those of
+    `EmbeddingBagCollection`.  The model's own optimizer should be made afterwards (or must not hold the
+    replaced weights): rows are updated in the backward pass.  `Replacement.undo()` restores torch's modules.
+
+    Raises ConfigError, before anything is changed, when there is nothing to replace or a module cannot
+    be (max_norm, scale_grad_by_freq, mode "max", other dtypes or devices, tied weights), naming it.
+    """
+    check_cache_settings(cache_rows, cache_ratio)
+    found = _find(model, min_rows, skip)
+    tables, optimizers = [], []
+    for path, module in found.items():
+        tables.append(Table(path, module.num_embeddings, module.embedding_dim, pooling=getattr(module, "mode", "sum")))
+        chosen = optimizer.get(path) if isinstance(optimizer, Mapping) else optimizer
+        if not isinstance(chosen, Optimizer) or type(chosen) is Optimizer:
+            raise ConfigError(
+                f"optimizer of {path!r} is {chosen!r}: give a specification of cdlrm, such as cdlrm.SGD(lr=0.1)."
+            )
+        optimizers.append(chosen)
+    groups, notes = make_groups(
+        tables, optimizers, cache_rows=cache_rows, cache_ratio=cache_ratio, driver=choose_driver(device), store=store,
+        strict=strict, seed=seed, shards=shards,
+    )  # fmt: skip
+    fused = FusedOptimizer(groups)
+    modules: dict[str, CachedModule] = {}
+    for path, chosen in zip(found, optimizers, strict=True):
+        original = found[path]
+        group = next(g for g in groups if any(table.name == path for table in g.tables))
+        ours = _counterpart(original, {
+            "optimizer": chosen, "cache_rows": cache_rows, "cache_ratio": cache_ratio, "store": store, "strict": strict,
+            "seed": seed, "nonfinite": nonfinite, "_joined": (group, fused, path),
+        })  # fmt: skip
+        ours.notes = notes
+        ours.set_table(path, original.weight.detach())
+        ours.anchor.requires_grad_(original.weight.requires_grad)
+        ours.train(original.training)
+        modules[path] = ours
+    for path, original in found.items():
+        _swap(model, original, modules[path])
+        original.weight.data = torch.empty(0, dtype=torch.float32)  # its rows are ours now; undo brings them back
+    return Replacement(model, modules, found, fused)
+
+
+def _find(model: nn.Module, min_rows: int, skip: Sequence[str]) -> dict[str, Any]:
+    """Path -> module of what is to be replaced; each module once."""
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for path in skip:
+        if path not in paths:
+            raise ConfigError(f"skip={path!r}: the model has no such module.")
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _KINDS) and path not in skip and module.num_embeddings >= min_rows:
+            if path == "":
+                raise ConfigError(
+                    "the model is itself an embedding; use cdlrm.EmbeddingBag.from_pretrained or cdlrm.Embedding instead."
+                )
+            reason = _obstacle(model, module)
+            if reason:
+                raise ConfigError(f"{path!r} cannot be replaced: {reason}; pass skip=[{path!r}] to leave it alone.")
+            found[path] = module
+    if not found:
+        raise ConfigError(f"the model has no nn.EmbeddingBag or nn.Embedding with at least {min_rows} rows to replace.")
+    return found
+
+
+def _obstacle(model: nn.Module, module: Any) -> str:
+    """Why a module cannot be replaced ("" if it can)."""
+    if type(module) not in _KINDS:
+        return f"its class {type(module).__name__} may do more than torch's"
+    if module.max_norm is not None:
+        return "max_norm would change rows at lookup"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq is not offered"
+    if getattr(module, "mode", "sum") == "max":
+        return 'mode="max" is not offered'
+    if module.weight.dtype != torch.float32 or module.weight.device.type != "cpu":
+        return f"its rows are {module.weight.dtype} on {module.weight.device}, and this version trains float32 on the CPU"
+    for other in model.modules():
+        if other is not module and any(p is module.weight for p in other.parameters(recurse=False)):
+            return f"its weight is shared with a {type(other).__name__}, which needs it as one tensor"
+    return ""
+
+
+def _counterpart(original: Any, settings: dict[str, Any]) -> CachedModule:
+    """Our module with the settings of torch's."""
+    common = {"padding_idx": original.padding_idx, **settings}
+    if isinstance(original, nn.Embedding):
+        return Embedding(original.num_embeddings, original.embedding_dim, **common)
+    return EmbeddingBag(
+        original.num_embeddings, original.embedding_dim, mode=original.mode,
+        include_last_offset=original.include_last_offset, **common,
+    )  # fmt: skip
+
+
+def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` is a child."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, name, new)
