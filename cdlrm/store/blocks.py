@@ -15,6 +15,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 from numba import types
+from numba.core import typing
 
 BLOCK_BYTES = 4096
 BLOCK_FLOATS = BLOCK_BYTES // 4
@@ -24,8 +25,9 @@ GAP_BLOCKS = 2
 
 _jit = nb.njit(nogil=True, cache=True, error_model="numpy")
 # Resolved by name when the code is loaded, so the kernels can be cached (a ctypes pointer could not).
-_pread = types.ExternalFunction("pread", types.int64(types.int32, types.intp, types.intp, types.int64))
-_pwrite = types.ExternalFunction("pwrite", types.int64(types.int32, types.intp, types.intp, types.int64))
+_SIGNATURE = typing.signature(types.int64, types.int32, types.intp, types.intp, types.int64)
+_pread = types.ExternalFunction("pread", _SIGNATURE)
+_pwrite = types.ExternalFunction("pwrite", _SIGNATURE)
 
 
 @_jit
@@ -79,7 +81,7 @@ def _write_all(fd, address, size, offset):
 
 @_jit
 def take(buffer, base, rows, index, lo, hi, weight, state):
-    """Copy the records `rows[lo:hi]` from `buffer` (floats of the file from `base` on) to `weight[index]`, `state[index]`."""
+    """Copy the records rows[lo:hi] from `buffer` (the file's floats from `base` on) to weight[index], state[index]."""
     dim, extra = weight.shape[1], state.shape[1]
     for i in range(lo, hi):
         at = rows[i] * (dim + extra) - base
@@ -131,9 +133,9 @@ def read_pieces(fd, rows, index, first, block, count, lo, hi, buffer, weight, st
 
 @_jit
 def write_pieces(fd, rows, index, first, block, count, lo, hi, buffer, weight, state, trained, num_rows):
-    """Write the records of the pieces [lo, hi), keeping what else is in their blocks; returns hi, or the piece that failed.
+    """Write the records of the pieces [lo, hi), keeping what else is in their blocks.
 
-    Blocks without other trained records are not read before: what they hold is never looked at.
+    Returns hi, or the piece that failed.  Blocks without other trained records are not read before: what they hold is never looked at.
     """
     address = buffer.ctypes.data
     width = weight.shape[1] + state.shape[1]

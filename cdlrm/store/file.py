@@ -257,8 +257,8 @@ class FileStore:
                 new_state = old_state if new_state is None else new_state
             if new_state is None:
                 new_state = np.empty((stop - at, 0), np.float32)
-            both = (np.ascontiguousarray(part, np.float32) for part in (new_weight, new_state))
-            self.write(rows, *both, rows - (lo + at))
+            new_weight, new_state = (np.ascontiguousarray(part, np.float32) for part in (new_weight, new_state))
+            self.write(rows, new_weight, new_state, rows - (lo + at))
 
     # --- the end ---
 
@@ -323,7 +323,7 @@ def _open_data(path: Path) -> tuple[int, bool]:
     try:
         fd = os.open(path, flags)
     except OSError as error:
-        raise DataError(f"{path}: cannot be opened ({error.strerror}); use a folder that this user may write.") from error
+        raise DataError(f"{path}: cannot be opened ({error.strerror}); use a folder that you may write.") from error
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     return fd, False
 

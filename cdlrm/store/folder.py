@@ -53,9 +53,9 @@ def identity(tables: Sequence[Table], numbers: Sequence[int], optimizer: Optimiz
 
 def disk_error(path: Path, doing: str, error: OSError) -> DataError:
     """The sentence for a failed read or write of records."""
-    remedy = "check the disk"
+    remedy = "check the disk, and start from a checkpoint if it is damaged"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "make room there (or raise the limit) and repeat: nothing stored before is damaged, the rest is still in memory"
+        remedy = "make room there and repeat: nothing stored before is damaged, the rest is still in memory"
     return DataError(f"{path}: {doing} failed ({error.strerror or error}); {remedy}.")
 
 
@@ -106,19 +106,20 @@ class StoreFolder:
             self.folder.mkdir(exist_ok=True)
         except FileNotFoundError:
             raise ConfigError(
-                f"store=\"file:{self.folder}\": the parent folder {self.folder.parent} does not exist; create it."
+                f"store='file:{self.folder}': the parent folder {self.folder.parent} does not exist; create it."
             ) from None
         except FileExistsError:
-            raise ConfigError(f'store="file:{self.folder}": this is not a folder; name a folder.') from None
+            raise ConfigError(f"store='file:{self.folder}': this is not a folder; name a folder.") from None
         except OSError as error:
             raise self._unusable(error) from error
 
     def _unusable(self, error: OSError) -> ConfigError:
         if error.errno in _NOT_WRITABLE:
             return ConfigError(
-                f'store="file:{self.folder}": the folder cannot be written ({error.strerror}); use one that this user may write.'
+                f"store='file:{self.folder}': the folder cannot be written ({error.strerror}); "
+                "use one that this user may write."
             )
-        return ConfigError(f'store="file:{self.folder}": {error.strerror or error}; use another folder.')
+        return ConfigError(f"store='file:{self.folder}': {error.strerror or error}; use another folder.")
 
     def _take_lock(self) -> None:
         try:
@@ -133,7 +134,7 @@ class StoreFolder:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise self._unusable(error) from error
             raise ConfigError(
-                f'store="file:{self.folder}": {self.name} is in use by process {owner or "(unknown)"} '
+                f"store='file:{self.folder}': {self.name} is in use by process {owner or "(unknown)"} '
                 f"(this is process {os.getpid()}); close it there or use another folder."
             ) from None
         try:
@@ -163,8 +164,8 @@ class StoreFolder:
                 path.unlink(missing_ok=True)
             if error.errno == errno.EFBIG:
                 raise ConfigError(
-                    f'store="file:{self.folder}": the file system does not take a file of {self.data_bytes / 2**30:.2f} GiB '
-                    f"({error.strerror}); use another folder or smaller tables."
+                    f"store='file:{self.folder}': the file system does not take a file of "
+                    f"{self.data_bytes / 2**30:.2f} GiB ({error.strerror}); use another folder or smaller tables."
                 ) from error
             raise self._unusable(error) from error
 
@@ -193,8 +194,8 @@ class StoreFolder:
                 )
         if found.get("state") != "closed":
             raise DataError(
-                f"{self.data}: the process that wrote it ended without closing it, so its rows are of different moments; "
-                f"delete {self.name}.* in {self.folder} and start from a checkpoint (or anew)."
+                f"{self.data}: the process that wrote it ended without closing it, so its rows are of different "
+                f"moments; delete {self.name}.* in {self.folder} and start from a checkpoint (or anew)."
             )
         if found.get("bits") is None:
             self._make_data()  # never written: nothing in it is believed
@@ -202,8 +203,8 @@ class StoreFolder:
         size = self.data.stat().st_size if self.data.exists() else -1
         if size != self.data_bytes:
             raise DataError(
-                f"{self.data}: has {size if size >= 0 else 'no'} bytes, the header says {self.data_bytes}; restore the file, or "
-                f"delete {self.name}.* and start from a checkpoint."
+                f"{self.data}: has {size if size >= 0 else 'no'} bytes, the header says {self.data_bytes}; "
+                f"restore the file, or delete {self.name}.* and start from a checkpoint."
             )
         self._bits_crc = found["bits"]
 
@@ -227,11 +228,14 @@ class StoreFolder:
         try:
             raw = np.fromfile(self.bits, np.uint8)
         except OSError as error:
-            raise DataError(f"{self.bits}: cannot be read ({error.strerror}); restore it or start from a checkpoint.") from error
+            raise DataError(
+                f"{self.bits}: cannot be read ({error.strerror}); restore it, or delete {self.name}.* and start from "
+                "a checkpoint."
+            ) from error
         if raw.size != 2 * trained.size or zlib.crc32(raw.data) != self._bits_crc:
             raise DataError(
-                f"{self.bits}: {raw.size} bytes, checksum {zlib.crc32(raw.data)}, the header says {2 * trained.size} and "
-                f"{self._bits_crc}; restore the file, or delete {self.name}.* and start from a checkpoint."
+                f"{self.bits}: {raw.size} bytes, checksum {zlib.crc32(raw.data)}, the header says "
+                f"{2 * trained.size} and {self._bits_crc}; restore the file, or delete {self.name}.* and start from a checkpoint."
             )
         trained[:], changed[:] = raw[: trained.size], raw[trained.size :]
 
