@@ -345,6 +345,8 @@ def test_keyboard_interrupt_while_waiting(rig: Callable[..., Rig]) -> None:
     timer.join()
     release.set()  # nobody can end a thread that sits in the user's loader; once it returns, the thread ends
     look.close()
+    r.verify()
+    r.ebc.close()
     deadline = time.monotonic() + 10
     while ours(before) and time.monotonic() < deadline:
         time.sleep(0.01)
