@@ -23,7 +23,6 @@ from cdlrm.errors import ConfigError, DataError, UsageError
 from cdlrm.initial import Initializer
 from cdlrm.store import RamStore, blocks, file
 from cdlrm.store.file import FileStore
-from cdlrm.store.folder import identity
 
 DRIVER = CpuDriver(1)
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,11 +32,8 @@ def make(folder, rows=1000, dim=8, optimizer=None, seed=3, names=("a", "b"), **k
     optimizer = optimizer or RowWiseAdagrad(lr=0.1, initial_accumulator_value=0.5)
     tables = [Table(names[0], rows // 3, dim), Table(names[1], rows - rows // 3, dim)]
     bases = np.array([0, rows // 3, rows], np.int64)
-    return FileStore(
-        folder, rows, dim, optimizer.state_width(dim), optimizer.initial_state,
-        Initializer(bases, [None, None], seed, dim, [0, 1]), DRIVER,
-        identity=identity(tables, [0, 1], optimizer, seed), **kwargs,
-    )  # fmt: skip
+    initializer = Initializer(bases, [None, None], seed, dim, [0, 1])
+    return FileStore(folder, 0, tables, optimizer, initializer, DRIVER, seed, **kwargs)
 
 
 def twin(store: FileStore) -> RamStore:

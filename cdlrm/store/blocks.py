@@ -135,7 +135,8 @@ def read_pieces(fd, rows, index, first, block, count, lo, hi, buffer, weight, st
 def write_pieces(fd, rows, index, first, block, count, lo, hi, buffer, weight, state, trained, num_rows):
     """Write the records of the pieces [lo, hi), keeping what else is in their blocks.
 
-    Returns hi, or the piece that failed.  Blocks without other trained records are not read before: what they hold is never looked at.
+    Returns hi, or the piece that failed.  Blocks without other
+    trained records are not read before: what they hold is never looked at.
     """
     address = buffer.ctypes.data
     width = weight.shape[1] + state.shape[1]

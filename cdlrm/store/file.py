@@ -18,19 +18,20 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import local
-from typing import Any
 
 import numpy as np
 
 from ..driver.base import Driver
 from ..errors import DataError, UsageError
 from ..initial import Initializer
+from ..optim import Optimizer
+from ..table import Table
 from . import bits, blocks
-from .folder import StoreFolder, disk_error
+from .folder import StoreFolder, disk_error, identity
 
 log = logging.getLogger("cdlrm")
 
@@ -41,11 +42,10 @@ DROP_BYTES = 1 << 28  # without O_DIRECT: page cache that may gather before it i
 
 
 class FileStore:
-    """Home of the records of `num_rows` rows in `folder`, in the files `name`.*; see `Store`.
+    """Home of the records of the rows of `tables`, in the files group<group>.* of `folder`; see `Store`.
 
-    Arguments: `folder` (made if its parent exists), then as `RamStore`; `identity` from
-    `folder.identity(tables, numbers, optimizer, seed)`: a store with another one is refused; `fresh`:
-    discard what is there (before a checkpoint is loaded).
+    `folder` is made if its parent exists.  A store that is there already is opened again if it was made
+    for the same tables, optimizer, initial values and seed; `fresh` discards it (before a checkpoint is loaded).
     Raises ConfigError (another model's store, in use, not writable) and DataError (damaged, disk full).
     """
 
@@ -54,24 +54,23 @@ class FileStore:
     def __init__(
         self,
         folder: str | Path,
-        num_rows: int,
-        dim: int,
-        state_width: int,
-        initial_state: float,
+        group: int,
+        tables: Sequence[Table],
+        optimizer: Optimizer,
         initializer: Initializer,
         driver: Driver,
+        seed: int,
         *,
-        identity: Mapping[str, Any],
-        name: str = "group0",
         fresh: bool = False,
     ) -> None:
-        self.num_rows, self.dim, self.state_width = num_rows, dim, state_width
-        self.initial_state = np.float32(initial_state)
+        self.num_rows, self.dim = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
+        self.state_width = optimizer.state_width(self.dim)
+        self.initial_state = np.float32(optimizer.initial_state)
         self.initializer, self.driver = initializer, driver
+        num_rows = self.num_rows
         size = -(-num_rows * self.record_bytes // blocks.BLOCK_BYTES) * blocks.BLOCK_BYTES
-        facts = {**identity, "num_rows": num_rows, "dim": dim, "state_width": state_width}
-        facts |= {"initial_state": float(self.initial_state), "record_bytes": self.record_bytes}
-        self._files = StoreFolder(Path(folder).absolute(), name, facts, size, fresh)
+        facts = identity(tables, optimizer, initializer, seed)
+        self._files = StoreFolder(Path(folder).absolute(), f"group{group}", facts, size, fresh)
         self.path = self._files.data
         try:
             self.trained = np.zeros(-(-num_rows // 8), np.uint8)

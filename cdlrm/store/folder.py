@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError
+from ..initial import Initializer
 from ..optim import Optimizer
 from ..table import Table
 
@@ -30,24 +31,25 @@ VERSION = 1
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def identity(tables: Sequence[Table], numbers: Sequence[int], optimizer: Optimizer, seed: int) -> dict[str, Any]:
-    """What the records of a group depend on: its tables (and their numbers in the collection), optimizer and seed.
+def identity(tables: Sequence[Table], optimizer: Optimizer, initializer: Initializer, seed: int) -> dict[str, Any]:
+    """What the records of a group depend on, as JSON values.
 
-    Of the optimizer only what a record depends on: the learning rate may change from run to run.
+    Of the optimizer only what a record depends on (the learning rate may change from run to run); of the initial
+    values a checksum of each table's first and last row, because a table's `init` cannot be compared otherwise.
     """
+    dim = int(tables[0].embedding_dim)
+    width = optimizer.state_width(dim)
+    ends = np.cumsum([table.num_embeddings for table in tables], dtype=np.int64)
+    sample = np.empty((2 * len(tables), dim), np.float32)
+    both = np.stack([ends - [table.num_embeddings for table in tables], ends - 1], axis=1)
+    initializer.rows(sample, None, both.reshape(-1))
     return {
-        "tables": [
-            {
-                "name": table.name,
-                "rows": int(table.num_embeddings),
-                "dim": int(table.embedding_dim),
-                "number": int(number),
-                "init": "uniform" if table.init is None else "callable",
-            }
-            for table, number in zip(tables, numbers, strict=True)
-        ],
+        "tables": [{"name": t.name, "rows": int(t.num_embeddings), "dim": int(t.embedding_dim)} for t in tables],
         "optimizer": optimizer.name,
+        "floats_per_record": dim + width,
+        "initial_state": float(np.float32(optimizer.initial_state)),
         "seed": int(seed),
+        "initial_values_checksum": [zlib.crc32(pair.data) for pair in sample.reshape(len(tables), -1)],
     }
 
 
@@ -134,7 +136,7 @@ class StoreFolder:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise self._unusable(error) from error
             raise ConfigError(
-                f"store='file:{self.folder}': {self.name} is in use by process {owner or "(unknown)"} '
+                f"store='file:{self.folder}': {self.name} is in use by process {owner or 'unknown'} "
                 f"(this is process {os.getpid()}); close it there or use another folder."
             ) from None
         try:
@@ -235,7 +237,8 @@ class StoreFolder:
         if raw.size != 2 * trained.size or zlib.crc32(raw.data) != self._bits_crc:
             raise DataError(
                 f"{self.bits}: {raw.size} bytes, checksum {zlib.crc32(raw.data)}, the header says "
-                f"{2 * trained.size} and {self._bits_crc}; restore the file, or delete {self.name}.* and start from a checkpoint."
+                f"{2 * trained.size} and {self._bits_crc}; restore the file, or delete {self.name}.* "
+                "and start from a checkpoint."
             )
         trained[:], changed[:] = raw[: trained.size], raw[trained.size :]
 
