@@ -12,6 +12,8 @@ piece; its caller repeats that piece in Python, where the error gets its name.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba as nb
 import numpy as np
 from numba import types
@@ -26,8 +28,8 @@ GAP_BLOCKS = 2
 _jit = nb.njit(nogil=True, cache=True, error_model="numpy")
 # Resolved by name when the code is loaded, so the kernels can be cached (a ctypes pointer could not).
 _SIGNATURE = typing.signature(types.int64, types.int32, types.intp, types.intp, types.int64)
-_pread = types.ExternalFunction("pread", _SIGNATURE)
-_pwrite = types.ExternalFunction("pwrite", _SIGNATURE)
+_pread: Any = types.ExternalFunction("pread", _SIGNATURE)
+_pwrite: Any = types.ExternalFunction("pwrite", _SIGNATURE)
 
 
 @_jit

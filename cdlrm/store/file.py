@@ -121,8 +121,7 @@ class FileStore:
 
     def mark(self, rows: np.ndarray) -> None:
         """The records of `rows` are in the file."""
-        bits.mark(self.trained, rows)
-        bits.mark(self.changed, rows)
+        bits.mark(self.trained, self.changed, rows)
 
     def _read_stored(self, rows: np.ndarray, index: np.ndarray, weight: np.ndarray, state: np.ndarray) -> None:
         first, block, count = self._cut(rows, share=True)
