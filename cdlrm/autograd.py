@@ -43,7 +43,7 @@ def _forward(calls: list[GroupCall], training: bool) -> list[np.ndarray]:
         group, lookups = each.group, each.lookups
         shape = (lookups.batch_size, lookups.width, group.dim)
         if group.dim not in outputs:
-            outputs[group.dim] = torch.empty(shape, dtype=torch.float32).numpy()
+            outputs[group.dim] = group.driver.empty(shape, np.float32)
         matrix = outputs[group.dim].reshape(-1, group.dim)
         if training:
             each.call = group.training_slots(lookups)

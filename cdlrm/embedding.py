@@ -94,11 +94,12 @@ class EmbeddingBagCollection(CachedModule):
         outputs = self._look_up(inputs, size, self._weights_that_learn(inputs))
         if len(outputs) == 1:
             return outputs[0]
-        return {
+        by_feature = {
             feature: output[:, column]
-            for (_, names), output in zip(self._features_of_dim.items(), outputs, strict=True)
+            for names, output in zip(self._features_of_dim.values(), outputs, strict=True)
             for column, feature in enumerate(names)
         }
+        return {feature: by_feature[feature] for feature in self.features}
 
     def _weights_that_learn(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Per-sample weights that want a gradient."""
@@ -114,6 +115,8 @@ class EmbeddingBagCollection(CachedModule):
 
     def lookahead_calls(self, features: Any) -> dict[Group, Lookups]:
         """What `forward(features)` will look up in each group (used by `cdlrm.lookahead`)."""
+        if isinstance(features, tuple) and len(features) == 1:
+            features = features[0]  # a tuple of forward's arguments
         return self._flatten(*_inputs(features))
 
 
@@ -124,16 +127,30 @@ def _inputs(features: Any) -> tuple[Mapping[str, Any], int | None]:
         return sparse, int(features.size)
     if isinstance(features, Mapping):
         return features, None
-    if hasattr(features, "keys") and hasattr(features, "stride"):  # TorchRec's KeyedJaggedTensor
-        out = {}
-        for key in features.keys():  # noqa: SIM118 - not a mapping
-            jagged = features[key]
-            out[key] = (jagged.values(), jagged.offsets(), jagged.weights_or_none())
-        return out, int(features.stride())
+    if all(hasattr(features, name) for name in ("keys", "values", "lengths")):
+        return _keyed_jagged(features)
     raise InputError(
         f"the input is a {type(features).__name__}; pass a cdlrm.Batch, a mapping feature -> (values, offsets[, weights]), "
         f"or a KeyedJaggedTensor."
     )
+
+
+def _keyed_jagged(features: Any) -> tuple[dict[str, Any], int]:
+    """A TorchRec KeyedJaggedTensor (by its methods): features after each other, B lengths each."""
+    keys, values, lengths = list(features.keys()), features.values(), features.lengths()
+    weights = features.weights_or_none() if hasattr(features, "weights_or_none") else None
+    size = len(lengths) // max(len(keys), 1)
+    if size * len(keys) != len(lengths):
+        raise InputError(f"the KeyedJaggedTensor has {len(lengths)} lengths for {len(keys)} keys; give as many per key.")
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths.cpu(), 0)])
+    if int(ends[-1]) != len(values):
+        raise InputError(f"the KeyedJaggedTensor's lengths add up to {int(ends[-1])} but it has {len(values)} values.")
+    out = {}
+    for f, key in enumerate(keys):
+        offsets = ends[f * size : (f + 1) * size + 1]
+        lo, hi = int(offsets[0]), int(offsets[-1])
+        out[key] = (values[lo:hi], offsets - lo, None if weights is None else weights[lo:hi])
+    return out, size
 
 
 def _checked_tables(tables: Sequence[Table]) -> list[Table]:

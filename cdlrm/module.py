@@ -127,7 +127,7 @@ class CachedModule(nn.Module):
         out = {}
         for key, (lo, hi) in group.optimizer.state_names(group.dim).items():
             part = torch.from_numpy(np.ascontiguousarray(state[:, lo:hi]))
-            out[key] = part[:, 0] if group.optimizer.state_width(group.dim) == 1 else part
+            out[key] = part[:, 0] if group.optimizer.one_state_a_row else part
         return out
 
     def set_table(self, name: str, weight: Tensor | np.ndarray) -> None:

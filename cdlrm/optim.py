@@ -50,6 +50,11 @@ class Optimizer:
         return {}
 
     @property
+    def one_state_a_row(self) -> bool:
+        """Whether the state is one number a row (shape [rows] instead of [rows, dim])."""
+        return False
+
+    @property
     def initial_state(self) -> float:
         """Value of every state element of a row that was never trained."""
         return 0.0
@@ -89,6 +94,10 @@ class RowWiseAdagrad(Optimizer):
 
     def state_names(self, dim: int) -> dict[str, tuple[int, int]]:
         return {"sum": (0, 1)}
+
+    @property
+    def one_state_a_row(self) -> bool:
+        return True
 
     @property
     def initial_state(self) -> float:

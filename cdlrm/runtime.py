@@ -343,7 +343,7 @@ class Pipeline:
         self.stopped = True
         self.notify()
         for thread in self.threads:
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():  # was started
                 thread.join(JOIN_SECONDS)
                 if thread.is_alive():
                     log.warning(

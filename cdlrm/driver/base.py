@@ -52,14 +52,6 @@ class Driver(ABC):
         """Uninitialised array, at least 64-byte aligned."""
 
     @abstractmethod
-    def output(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Uninitialised float32 array for a forward pass's result, aligned.
-
-        The memory of an earlier output that nothing refers to any more (no array, no tensor) is used again: fresh
-        memory costs a page fault every 4 KiB, in every step.  A few of the newest are kept.
-        """
-
-    @abstractmethod
     def lookup(
         self, weight: np.ndarray, slots: np.ndarray, call: Lookups, weights: np.ndarray | None, out: np.ndarray
     ) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,7 +23,6 @@ from . import cpu_update
 from .base import Driver, Segments
 
 _ALIGNMENT = 64
-_KEPT_OUTPUTS = 4
 _SMALL_FLOATS = 1 << 16  # below this many values a second thread costs more than it saves
 _RANGES_PER_THREAD = 4
 _INT32_MAX = 2**31 - 1
@@ -48,8 +45,6 @@ class CpuDriver(Driver):
         self.threads = max(1, threads or torch.get_num_threads())
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
-        self._lock = threading.Lock()
-        self._outputs: list[np.ndarray] = []
 
     # --- memory ---
 
@@ -58,18 +53,6 @@ class CpuDriver(Driver):
         count = int(np.prod(shape, dtype=np.int64))
         size = count * np.dtype(dtype).itemsize
         return _aligned(np.empty(size + _ALIGNMENT, np.uint8), size).view(dtype).reshape(shape)
-
-    def output(self, shape: tuple[int, ...]) -> np.ndarray:
-        size = 4 * int(np.prod(shape, dtype=np.int64))
-        with self._lock:
-            # Every view, and every tensor made of one, refers to the whole: list, name and call are 3 references.
-            for whole in self._outputs:
-                if whole.nbytes == size + _ALIGNMENT and sys.getrefcount(whole) == 3:
-                    break
-            else:
-                whole = np.empty(size + _ALIGNMENT, np.uint8)
-                self._outputs = [*self._outputs[1 - _KEPT_OUTPUTS :], whole]
-            return _aligned(whole, size).view(np.float32).reshape(shape)
 
     def copy_rows(
         self, dst: np.ndarray, dst_index: np.ndarray | None, src: np.ndarray, src_index: np.ndarray | None
@@ -283,7 +266,6 @@ class CpuDriver(Driver):
         return self._pool
 
     def close(self) -> None:
-        self._outputs = []
         pool, self._pool = self._pool, None
         if pool is not None and self._pool_process == os.getpid():
             pool.shutdown(wait=True)

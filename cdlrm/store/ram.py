@@ -69,8 +69,7 @@ class RamStore:
 
     def mark(self, rows: np.ndarray) -> None:
         """The records of `rows` were trained in place."""
-        bits.mark(self.trained, rows)
-        bits.mark(self.changed, rows)
+        bits.mark(self.trained, self.changed, rows)
 
     def make_resident(self) -> None:
         """Generate every row that was never trained, so that `weight` and `state` hold the whole table."""
