@@ -92,6 +92,12 @@ def _metrics(evaluations: list[dict[str, Any]]) -> list[str]:
 
 def _cache(cache: Mapping[str, Any]) -> list[str]:
     share = ratio(cache["cache_rows"], cache["table_rows"])
+    seldom = {
+        "grown": ("grows", "times, because a batch needed more rows than the cache had"),
+        "shorter windows": ("short_windows", "plans, because batches did not arrive in time; no result depends on it"),
+        "unannounced": ("unannounced", "lookups that the look-ahead had not announced, fetched on demand"),
+    }
+    notes = [_row(name, f"{cache[key]:,} {words}") for name, (key, words) in seldom.items() if cache[key]]
     return [
         "Cache",
         _row("rows", f"{cache['cache_rows']:,} of {cache['table_rows']:,} ({_percent(share)})"),
@@ -104,6 +110,7 @@ def _cache(cache: Mapping[str, Any]) -> list[str]:
             f"fills / MIN({cache['prefetch_depth']})",
             f"{_number(cache['fills_over_mind'], '.4f')} (the fewest with prefetch depth {cache['prefetch_depth']})",
         ),
+        *notes,
     ]
 
 

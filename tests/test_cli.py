@@ -146,6 +146,22 @@ def test_report_is_printed_and_written_as_json(tmp_path: Path, capsys: pytest.Ca
     assert report["training"]["steps"] == 6 and report["config"]["mini_batch_size"] == 64
 
 
+def test_bad_rows_stop_or_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Criteo's text: 400 good lines, and one whose fifth number is a word."""
+    good = ["\t".join([str(n % 2), *[str(n)] * 13, *[f"{n * 977:08x}"] * 26]) for n in range(400)]
+    bad = good[7].replace("7", "seven", 5)
+    file, json_file = tmp_path / "day_0", tmp_path / "report.json"
+    file.write_text("\n".join([*good[:200], bad, *good[200:]]) + "\n", encoding="utf-8")
+    flags = ["train", "--data", str(file), "--table-rows", "1000", "--mini-batch-size", "64", "--no-progress"]
+    assert main(flags) == 1
+    err = capsys.readouterr().err
+    assert "day_0" in err and err.count("\n") == 1
+    assert main([*flags, "--bad-rows", "skip", "--json", str(json_file)]) == 0
+    assert "1 malformed" in capsys.readouterr().out
+    report = json.loads(json_file.read_text(encoding="utf-8"))
+    assert report["data"]["bad_rows"] == 1 and report["training"]["samples"] == 359
+
+
 def test_no_progress_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *SMALL, "--num-batches", "2", "--no-progress", "--no-metrics"]) == 0
     captured = capsys.readouterr()
