@@ -387,6 +387,7 @@ class Group:
         if not self.resident:
             with self.cache.pause():
                 self.cache.flush()
+                self.store.flush()
 
     def table_values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Copies of a table's newest weights [rows, D] and state [rows, S]."""
@@ -433,13 +434,13 @@ class Group:
                 raise AssertionError("rule 1: cache plus pending plans is not what the planner believes")
 
     def close(self) -> None:
-        """End the step, bring all rows home, stop the driver's threads.  Tables stay readable."""
+        """End the step, bring all rows home, stop threads.  Tables in memory stay readable."""
         if self.closed:
             return
         self.abandon()
         self.flush()
         self.closed = True
-        self.store.flush()
+        self.store.close()
         self.driver.close()
 
 

@@ -88,8 +88,8 @@ class CachedModule(nn.Module):
             group.flush()
 
     def close(self) -> None:
-        """Stop look-aheads, bring all rows home, stop threads.  Tables stay readable; forward does not work
-        any more.  May be called twice."""
+        """Stop look-aheads, bring all rows home, stop threads.  Forward does not work any more; tables in memory
+        stay readable, a folder of tables may be opened by another module.  May be called twice."""
         for group in self.groups:
             if group.attached is not None:
                 group.attached.close()

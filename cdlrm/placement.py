@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from .initial import Initializer
 from .optim import Optimizer
 from .store import Store, open_store
 from .table import Table
+
+log = logging.getLogger("cdlrm")
 
 RESERVE = 0.25  # of the available memory is left to everything else
 
@@ -118,6 +121,13 @@ def make_groups(
         optimizer = optimizers[numbers[0]]
         own = [tables[n] for n in numbers]
         home = _store(store, i, own, numbers, optimizer, driver, seed)
+        if home.kind == "file" and home.trained.any():
+            kept = int(np.bitwise_count(home.trained).sum())
+            notes.append(
+                f"store={store}: the folder was there already and {kept} of its rows are trained; they are kept (use "
+                f"another folder, or delete it, to start afresh)."
+            )
+            log.warning(notes[-1])
         # a file's rows are never all on the device in place: its cache may hold all, but as a cache
         resident = slots[i] >= rows[i] and home.kind == "ram"
         groups.append(

@@ -12,9 +12,10 @@ from ..errors import ConfigError
 from ..initial import Initializer
 from ..optim import Optimizer
 from ..table import Table
+from .file import FileStore
 from .ram import RamStore
 
-__all__ = ["RamStore", "Store", "open_store"]
+__all__ = ["FileStore", "RamStore", "Store", "open_store"]
 
 
 class Store(Protocol):
@@ -28,6 +29,8 @@ class Store(Protocol):
     num_rows: int
     dim: int
     state_width: int
+    trained: np.ndarray  # one bit a row, packed: was ever trained
+    changed: np.ndarray  # one bit a row, packed: was trained since the last save
 
     @property
     def record_bytes(self) -> int: ...
@@ -65,4 +68,6 @@ def open_store(
     rows, dim = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     if spec == "ram":
         return RamStore(rows, dim, optimizer.state_width(dim), optimizer.initial_state, initializer, driver)
-    raise ConfigError(f'store={spec!r}: must be "ram".')
+    if isinstance(spec, str) and spec.startswith("file:") and len(spec) > len("file:"):
+        return FileStore(spec[len("file:") :], group, tables, optimizer, initializer, driver, seed)
+    raise ConfigError(f'store={spec!r}: must be "ram", or "file:DIR" for tables larger than the memory.')
