@@ -7,16 +7,17 @@ import os
 import resource
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cdlrm
 from cdlrm import SGD, Adam, RowWiseAdagrad, Table
 from cdlrm.driver.cpu import CpuDriver
 from cdlrm.errors import ConfigError, DataError, UsageError
@@ -71,7 +72,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=STEPS, rows=st.integers(3, 4000), dim=st.integers(1, 70), kind=st.sampled_from(["sgd", "rowwise", "adam"]),
     buffered=st.booleans(),
@@ -122,3 +123,277 @@ def play(store, ram, action, rng, reopen):
         store.close()
         return reopen()
     return store
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 3000), min_size=1, max_size=80, unique=True), width=st.integers(1, 2100),
+    gap=st.integers(0, 3), most=st.integers(1, 64), share=st.booleans(),
+)  # fmt: skip
+def test_pieces_cover_every_record_once_and_share_no_block(rows, width, gap, most, share):
+    rows = np.sort(np.array(rows, np.int64))
+    first, block, count = (np.empty(rows.size + 1, np.int64) for _ in range(3))
+    pieces = blocks.cut_pieces(rows, width, gap, most, share, first, block, count)
+    assert first[0] == 0 and first[pieces] == rows.size
+    for p in range(pieces):
+        mine = rows[first[p] : first[p + 1]]
+        assert mine.size
+        assert mine[0] * width // 1024 == block[p]
+        assert ((mine + 1) * width - 1).max() // 1024 == block[p] + count[p] - 1
+        if p and not share:
+            assert block[p] >= block[p - 1] + count[p - 1]
+
+
+# --- what is in the file, and what is not ---
+
+
+def test_rows_that_were_never_trained_are_neither_read_nor_stored(tmp_path, monkeypatch):
+    store = make(tmp_path / "s", rows=100_000, dim=16)
+    monkeypatch.setattr(store, "_read_stored", lambda *args: pytest.fail("a row was read"))
+    weight, state = store.get(0, 100_000)
+    assert np.array_equal(weight, twin(store).get(0, 100_000)[0])
+    assert (state == 0.5).all()
+    assert store.path.stat().st_blocks == 0
+    store.flush()
+    store.close()
+
+
+def test_a_hundred_gigabytes_are_virtual(tmp_path):
+    rows = 400_000_000
+    store = make(tmp_path / "s", rows=rows, dim=64, optimizer=SGD(lr=0.1))
+    assert store.path.stat().st_size >= 100e9
+    rng = np.random.default_rng(0)
+    touched = np.unique(rng.integers(0, rows, 500))
+    weight, state = records(store, touched.size, rng)
+    store.write(touched, weight, state, np.arange(touched.size, dtype=np.int32))
+    store.close()
+    store = make(tmp_path / "s", rows=rows, dim=64, optimizer=SGD(lr=0.1))
+    got = np.zeros_like(weight)
+    assert store.read(touched, got, state, np.arange(touched.size, dtype=np.int32)) == touched.size
+    np.testing.assert_array_equal(got, weight)
+    assert store.path.stat().st_blocks * 512 < 20e6
+    store.close()
+
+
+def test_a_store_opened_again_is_the_same(tmp_path):
+    store = make(tmp_path / "s")
+    ram = twin(store)
+    for each in (store, ram):
+        each.put(100, *records(store, 300, np.random.default_rng(0)))
+    store.clear_changed()
+    store.remember("steps", [3, 4])
+    ram.changed[:] = 0
+    store.close()
+    store.close()
+    with pytest.raises(UsageError, match="closed"):
+        store.get(0, 1)
+    again = make(tmp_path / "s")
+    assert_equal(again, ram)
+    assert again.saved == {"steps": [3, 4]}
+    again.close()
+    fresh = make(tmp_path / "s", fresh=True)
+    assert not fresh.trained.any()
+    fresh.close()
+
+
+def test_another_learning_rate_opens_the_same_store(tmp_path):
+    make(tmp_path / "s", optimizer=SGD(lr=0.1)).close()
+    make(tmp_path / "s", optimizer=SGD(lr=0.5)).close()
+
+
+# --- refused, with one sentence, nothing damaged ---
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"rows": 1200}, ["tables[0].rows", "333", "400"]),
+        ({"dim": 16}, ["tables[0].dim", "8", "16"]),
+        ({"names": ("a", "x")}, ["tables[1].name", "'b'", "'x'"]),
+        ({"optimizer": SGD(lr=0.1)}, ["optimizer", "'RowWiseAdagrad'", "'SGD'"]),
+        ({"optimizer": RowWiseAdagrad(lr=0.1)}, ["initial_state", "0.5", "0.0"]),
+        ({"seed": 4}, ["seed", "3", "4"]),
+    ],
+)
+def test_a_store_of_something_else_is_refused(tmp_path, change, words):
+    store = make(tmp_path / "s")
+    store.put(0, *records(store, 10, np.random.default_rng(0)))
+    kept = store.get(0, 1000)
+    store.close()
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path / "s", **change)
+    assert all(word in str(caught.value) for word in [*words, "another folder"]), caught.value
+    store = make(tmp_path / "s")
+    np.testing.assert_array_equal(store.get(0, 1000)[0], kept[0])
+    store.close()
+
+
+def test_another_format_version_is_refused(tmp_path):
+    make(tmp_path / "s").close()
+    header = tmp_path / "s" / "group0.json"
+    header.write_text(json.dumps({**json.loads(header.read_text()), "version": 99}))
+    with pytest.raises(ConfigError, match="version 99, this cdlrm reads .* version 1"):
+        make(tmp_path / "s")
+
+
+def test_two_at_once_are_refused(tmp_path):
+    store = make(tmp_path / "s")
+    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
+        make(tmp_path / "s")
+    store.close()
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+    lock = str(tmp_path / "s" / "group0.lock")
+    with subprocess.Popen([sys.executable, "-c", code, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="in use by process"):
+            make(tmp_path / "s")
+        other.communicate(b"\n")
+    make(tmp_path / "s").close()
+
+
+def crash(store: FileStore) -> None:
+    """End the store as the end of its process would: no flush."""
+    store._release()
+
+
+def test_after_a_crash_nothing_unsure_is_believed(tmp_path):
+    store = make(tmp_path / "s")
+    store.put(0, *records(store, 10, np.random.default_rng(0)))
+    store.flush()
+    kept = store.get(0, 1000)
+    crash(store)
+    store = make(tmp_path / "s")  # nothing was written since the flush
+    np.testing.assert_array_equal(store.get(0, 1000)[0], kept[0])
+    store.put(5, *records(store, 1, np.random.default_rng(1)))
+    crash(store)
+    with pytest.raises(DataError, match="ended without closing it.*start from a checkpoint"):
+        make(tmp_path / "s")
+    make(tmp_path / "s", fresh=True).close()
+
+
+@pytest.mark.parametrize("kind", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1)])
+def test_a_full_disk_loses_nothing(tmp_path, kind):
+    store = make(tmp_path / "s", rows=50_000, dim=16, optimizer=kind)
+    rng = np.random.default_rng(0)
+    ram = twin(store)
+    rows = np.arange(0, 50_000, 3)
+    index = np.arange(rows.size, dtype=np.int32)
+    old, new = records(store, rows.size, rng), records(store, rows.size, rng)
+    for each in (store, ram):
+        each.write(rows[: rows.size // 2], *old, index[: rows.size // 2])
+    limit = store.path.stat().st_size // 4
+    with no_bigger_than(limit), pytest.raises(DataError, match="group0.rows: writing records failed .*make room"):
+        store.write(rows, *new, index)
+    np.testing.assert_array_equal(store.trained, ram.trained)  # no row is believed that was not written
+    others = np.setdiff1d(np.arange(50_000), rows[: rows.size // 2])
+    np.testing.assert_array_equal(store.get(0, 50_000)[0][others], ram.get(0, 50_000)[0][others])
+    for each in (store, ram):  # room was made: the caller still has the records
+        each.write(rows, *new, index)
+    assert_equal(store, ram)
+    store.close()
+    again = make(tmp_path / "s", rows=50_000, dim=16, optimizer=kind)
+    assert_equal(again, ram)
+    again.close()
+
+
+def test_no_room_for_the_header_or_the_file(tmp_path):
+    with no_bigger_than(4096), pytest.raises(ConfigError, match="does not take a file of"):
+        make(tmp_path / "s")
+    store = make(tmp_path / "s")
+    with no_bigger_than(16), pytest.raises(DataError, match="header.* failed"):
+        store.put(0, *records(store, 10, np.random.default_rng(0)))
+    assert not store.trained.any()
+    store.close()
+    make(tmp_path / "s").close()
+
+
+def test_a_folder_that_cannot_be_used(tmp_path):
+    with pytest.raises(ConfigError, match="parent folder .* does not exist; create it"):
+        make(tmp_path / "no" / "s")
+    (tmp_path / "f").write_text("")
+    with pytest.raises(ConfigError, match="not a folder"):
+        make(tmp_path / "f")
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_read_only_folder(tmp_path, existing):
+    folder = tmp_path / "s"
+    if existing:
+        make(folder).close()
+    with read_only(folder if existing else tmp_path), pytest.raises(ConfigError, match="cannot be written"):
+        make(folder)
+    make(folder).close()
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """`folder` may not be written by this process (root becomes nobody meanwhile)."""
+    root = os.geteuid() == 0
+    folder.chmod(0o555)
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda f: os.truncate(f / "group0.rows", 4096), "has 4096 bytes, the header says"),
+        (lambda f: (f / "group0.rows").unlink(), "has no bytes"),
+        (lambda f: (f / "group0.bits").write_bytes(bytes(250)), "checksum"),
+        (lambda f: (f / "group0.bits").unlink(), "cannot be read"),
+        (lambda f: (f / "group0.json").write_text("{"), "not the header of a file store"),
+        (lambda f: (f / "group0.json").unlink(), "no header"),
+    ],
+)
+def test_a_damaged_folder_is_refused(tmp_path, damage, words):
+    store = make(tmp_path / "s")
+    store.put(0, *records(store, 10, np.random.default_rng(0)))
+    store.close()
+    damage(tmp_path / "s")
+    with pytest.raises(DataError, match=words):
+        make(tmp_path / "s")
+
+
+def test_a_file_that_is_cut_while_open(tmp_path):
+    store = make(tmp_path / "s")
+    store.put(0, *records(store, 1000, np.random.default_rng(0)))
+    os.truncate(store.path, 4096)
+    with pytest.raises(DataError, match="ends before byte"):
+        store.get(0, 1000)
+    store.close()
+
+
+# --- through the module ---
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1)])
+def test_training_gives_the_same_bits_as_in_memory(tmp_path, optimizer):
+    rng = np.random.default_rng(0)
+    ids = [(rng.zipf(1.3, 64) % 500, rng.integers(0, 300, 64)) for _ in range(30)]
+    batches = [{"a": torch.from_numpy(a), "b": torch.from_numpy(b)} for a, b in ids]
+    expected = train("ram", optimizer, batches)
+    store = f"file:{tmp_path / 's'}"
+    if not optimizer.counts_steps:  # a second module continues in the folder
+        train(store, optimizer, batches[:17])
+        batches = batches[17:]
+    for ours, theirs in zip(train(store, optimizer, batches), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def train(store: str, optimizer, batches: list) -> list[np.ndarray]:
+    """Weights and states of both tables after `batches`."""
+    tables = [Table("a", 500, 12), Table("b", 300, 12)]
+    ebc = cdlrm.EmbeddingBagCollection(tables, optimizer=optimizer, cache_rows=200, store=store)
+    for batch in cdlrm.lookahead(ebc, batches, horizon=4):
+        out = ebc(batch)
+        (out * out).sum().backward()
+    values = [ebc.state_dict()[f"embedding_bags.{name}.weight"].numpy().copy() for name in "ab"]
+    values += [state.numpy().copy() for name in "ab" for state in ebc.table_state(name).values()]
+    ebc.close()
+    return values

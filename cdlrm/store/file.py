@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import local
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from .folder import StoreFolder, disk_error, identity
 
 log = logging.getLogger("cdlrm")
 
-THREADS = 16  # transfers in flight; they wait for the disk, not for a core
+THREADS = 64  # transfers in flight; they wait for the disk, not for a core
 CHUNK_PIECES = 16  # pieces that a thread takes at a time
 PIECE_BYTES = 1 << 24  # of a range, at a time
 DROP_BYTES = 1 << 28  # without O_DIRECT: page cache that may gather before it is dropped
@@ -80,6 +81,7 @@ class FileStore:
         except BaseException:
             self._files.release()
             raise
+        self.saved: dict[str, Any] = dict(self._files.saved)
         self._unsaved = False  # bits or records that the last flush does not hold
         self._piece_rows = max(1, PIECE_BYTES // self.record_bytes)
         self._uncached_bytes = 0
@@ -266,8 +268,16 @@ class FileStore:
         self._require_open()
         if self._unsaved:
             self._sync()
-            self._files.mark_closed(self.trained, self.changed)
+            self._files.mark_closed(self.trained, self.changed, self.saved)
             self._unsaved = False
+
+    def remember(self, key: str, value: Any) -> None:
+        """Keep a JSON value with the records (such as step counts); after opening it is in `saved`."""
+        self._require_open()
+        if self.saved.get(key) != value:
+            self._files.mark_open()
+            self._unsaved = True
+            self.saved[key] = value
 
     def clear_changed(self) -> None:
         """Forget which rows were written (a checkpoint has them)."""

@@ -75,6 +75,7 @@ class StoreFolder:
         self._lock = -1
         self._state = "closed"
         self._bits_crc: int | None = None
+        self.saved: dict[str, Any] = {}  # what `mark_closed` was given last
         self._make_folder()
         self._take_lock()
         try:
@@ -209,6 +210,7 @@ class StoreFolder:
                 f"restore the file, or delete {self.name}.* and start from a checkpoint."
             )
         self._bits_crc = found["bits"]
+        self.saved = found.get("saved") or {}
 
     def _read_header(self) -> dict[str, Any]:
         try:
@@ -248,13 +250,13 @@ class StoreFolder:
             self._guarded(lambda: self._write_header("open", None))
             self._state = "open"
 
-    def mark_closed(self, trained: np.ndarray, changed: np.ndarray) -> None:
-        """The records are on disk: write the bits, then the header."""
+    def mark_closed(self, trained: np.ndarray, changed: np.ndarray, saved: dict[str, Any]) -> None:
+        """The records are on disk: write the bits, then the header (with `saved`, JSON values)."""
 
         def write() -> None:
             crc = zlib.crc32(changed.data, zlib.crc32(trained.data))
             self._replace(self.bits, trained.data, changed.data)
-            self._write_header("closed", crc)
+            self._write_header("closed", crc, saved)
 
         self._guarded(write)
         self._state = "closed"
@@ -265,9 +267,9 @@ class StoreFolder:
         except OSError as error:
             raise disk_error(self.header, "writing the header", error) from error
 
-    def _write_header(self, state: str, bits_crc: int | None) -> None:
+    def _write_header(self, state: str, bits_crc: int | None, saved: dict[str, Any] | None = None) -> None:
         text = {"format": FORMAT, "version": VERSION, "state": state, "bits": bits_crc, "facts": self.facts}
-        self._replace(self.header, json.dumps(text, indent=1).encode())
+        self._replace(self.header, json.dumps(text | {"saved": saved or {}}, indent=1).encode())
 
     def _replace(self, path: Path, *parts: Any) -> None:
         """Write beside, make durable, rename."""
