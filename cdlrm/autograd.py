@@ -90,7 +90,12 @@ class _PooledLookup(torch.autograd.Function):
             assert each.call is not None
             each.group.tell_scaler(finite)
             scaled = each.group.driver.scale_mean(each.lookups, matrix)
+            if each.group.deferred:
+                each.call.owner = ctx.module
+                scaled = scaled.copy() if scaled is matrix else scaled  # autograd may use the memory again
             each.group.receive(each.call, scaled, each.lookups.weights, finite, ctx.learns)
+        if ctx.learns:
+            ctx.module.gradients_came()
         return (None, None, None, None, *weight_grads)
 
 

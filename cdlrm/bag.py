@@ -84,7 +84,7 @@ class _OneTable(CachedModule):
         groups, self.notes = make_groups(
             [table], [optimizer], cache_rows=settings["cache_rows"], cache_ratio=settings["cache_ratio"],
             driver=choose_driver(settings["device"]), store=settings["store"], strict=settings["strict"], seed=seed,
-            shards=None,
+            shards=None, update=settings["update"],
         )  # fmt: skip
         return groups[0], FusedOptimizer(groups)
 
@@ -215,8 +215,8 @@ class EmbeddingBag(_OneTable):
     """`torch.nn.EmbeddingBag` behind an exact cache.
 
     Torch's arguments, in torch's order, then keyword-only: `optimizer` (a specification; needed for
-    training), `cache_rows`, `cache_ratio`, `store`, `strict`, `seed`, `nonfinite` as in
-    `EmbeddingBagCollection`.  `sparse` is accepted and has no effect.  Modes "sum" and "mean"; initial
+    training), `cache_rows`, `cache_ratio`, `store`, `strict`, `seed`, `nonfinite`,
+    `update` as in `EmbeddingBagCollection`.  `sparse` is accepted and has no effect.  Modes "sum" and "mean"; initial
     values N(0, 1) as a function of (seed, row, column).  Raises ConfigError for max_norm,
     scale_grad_by_freq, mode="max" and other dtypes, each with the reason.
     """
@@ -226,7 +226,8 @@ class EmbeddingBag(_OneTable):
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
         include_last_offset: bool = False, padding_idx: int | None = None, device: Any = None, dtype: Any = None,
         *, optimizer: Optimizer | None = None, cache_rows: int | str = "auto", cache_ratio: float | None = None,
-        store: str = "ram", strict: bool = False, seed: int = 0, nonfinite: str = "raise", _joined: Any = None,
+        store: str = "ram", strict: bool = False, seed: int = 0, nonfinite: str = "raise", update: str = "backward",
+        _joined: Any = None,
     ) -> None:  # fmt: skip
         settings = _settings(locals())
         super().__init__(nonfinite)
@@ -294,7 +295,7 @@ class Embedding(_OneTable):
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, _weight: Tensor | None = None,
         _freeze: bool = False, device: Any = None, dtype: Any = None, *, optimizer: Optimizer | None = None,
         cache_rows: int | str = "auto", cache_ratio: float | None = None, store: str = "ram", strict: bool = False,
-        seed: int = 0, nonfinite: str = "raise", _joined: Any = None,
+        seed: int = 0, nonfinite: str = "raise", update: str = "backward", _joined: Any = None,
     ) -> None:  # fmt: skip
         settings = _settings(locals())
         super().__init__(nonfinite)

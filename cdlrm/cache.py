@@ -33,6 +33,7 @@ class Moves:
     fills_copied: int = 0
     evicts: int = 0
     evicts_written: int = 0
+    rows_written: int = 0  # by evicts, flushes and loans
     bytes_filled: int = 0
     bytes_written: int = 0
     grows: int = 0
@@ -89,6 +90,7 @@ class Cache:
         if slots.size:
             dirty = self.dirty[slots] != 0
             self._write(plan.evict_rows[dirty], slots[dirty])
+            self.moves.evicts_written += int(dirty.sum())
             self.slot_row[slots] = -1
             self.moves.evicts += int(slots.size)
         if plan.fill_slots.size:
@@ -102,7 +104,7 @@ class Cache:
         if rows.size:
             self.store.write(rows, self.weight, self.state, slots)
             self.dirty[slots] = 0
-            self.moves.evicts_written += int(rows.size)
+            self.moves.rows_written += int(rows.size)
             self.moves.bytes_written += int(rows.size) * self.store.record_bytes
 
     # --- the trainer's thread ---

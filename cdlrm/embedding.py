@@ -37,7 +37,9 @@ class EmbeddingBagCollection(CachedModule):
         seed: of the initial values.
         nonfinite: "raise" NonFiniteGradientError on NaN or infinity in a gradient, or "skip" that
             step's update and count it in `stats()["skipped_steps"]`.
-        shards: of the planner (a power of two; default: from the cache size).
+        update: "backward" updates rows in the backward pass; "step" keeps their gradients until
+            `module.optimizer.step()`, for gradient accumulation and torch's clip_grad_norm_ (slower).
+        shards: of the planner (default: from the cache size).
 
     Raises ConfigError for settings that cannot work.
     """
@@ -54,6 +56,7 @@ class EmbeddingBagCollection(CachedModule):
         strict: bool = False,
         seed: int = 0,
         nonfinite: str = "raise",
+        update: str = "backward",
         shards: int | None = None,
     ) -> None:
         super().__init__(nonfinite)
@@ -63,6 +66,7 @@ class EmbeddingBagCollection(CachedModule):
         groups, self.notes = make_groups(
             self.tables, _optimizers(self.tables, optimizer), cache_rows=cache_rows, cache_ratio=cache_ratio,
             driver=choose_driver(device), store=store, strict=strict, seed=seed, shards=shards,
+            update=update,
         )  # fmt: skip
         dims = sorted({table.embedding_dim for table in self.tables})
         self._features_of_dim = {

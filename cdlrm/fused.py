@@ -13,13 +13,16 @@ import torch
 from torch import nn
 
 from .group import Group
+from .step import Call
 
 
 class FusedOptimizer(torch.optim.Optimizer):
     """`param_groups[i]["lr"]` is the learning rate of `groups[i]` for its next update.
 
     `step()` applies gradients that still wait for another backward of the same step; `zero_grad()`
-    does nothing.  The rows' optimizer state moves with the rows: see the module's `table_state`.
+    does nothing.  With `update="step"` it is as in torch: gradients wait for `step()`, over any number
+    of backward passes, and `zero_grad()` drops them.  The rows' optimizer state moves with the rows:
+    see the module's `table_state`.
     """
 
     def __init__(self, groups: list[Group]) -> None:
@@ -40,17 +43,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.hyper = hyper
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Apply gradients that wait for calls which have not had their backward."""
+        """Apply the gradients that wait: for other backward passes of the same step, or (`update="step"`) all."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.groups:
-            group.settle(force=True)
+            if group.deferred:
+                group.step_now(_scale)
+            else:
+                group.settle(force=True)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients of rows are used up by the backward pass."""
+        """Drop gradients that wait for `step` (`update="step"`); else they are used up by the backward pass."""
+        for group in self.groups:
+            if group.deferred:
+                group.forget_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -64,3 +73,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
         """Set by torch's schedulers; the answer stays the same."""
+
+
+def _scale(call: Call) -> float | None:
+    """By what the gradient of a call was scaled since it came (None: dropped)."""
+    scale: float | None = call.owner.gradient_scale()
+    return scale

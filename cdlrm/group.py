@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from .cache import Cache
-from .driver.base import Driver
+from .driver.base import Driver, Segments
 from .errors import UsageError
 from .lookups import FeatureSlot, Lookups
 from .optim import Adam, Optimizer
@@ -73,12 +73,15 @@ class Group:
         resident: bool,
         strict: bool,
         shards: int | None,
+        deferred: bool = False,
     ) -> None:
         self.tables, self.optimizer, self.driver, self.store = list(tables), optimizer, driver, store
         self.dim = tables[0].embedding_dim
         self.bases = np.concatenate([[0], np.cumsum([t.num_embeddings for t in tables])]).astype(np.int64)
         self.num_rows = int(self.bases[-1])
         self.resident = resident
+        self.deferred = deferred  # updates wait for `step_now` (the optimizer's step), over any number of batches
+        self.accumulated: list[Call] = []  # calls of ended batches whose gradients wait for it
         self.hyper: dict[str, Any] = {"lr": optimizer.lr}  # a param_group of torch: `lr` may change
         self.table_steps = np.zeros(len(tables), np.int64)
         self.counts = Counts(distinct_by_table=np.zeros(len(tables), np.int64))
@@ -94,6 +97,7 @@ class Group:
             self.cache = Cache(self.planner.cache_rows, self.store, driver)
             self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
         self.closed = False
+        self.horizon = 0  # of the newest look-ahead
         self.attached: Any = None  # the look-ahead that feeds this group
         self.step: Step | None = None
         self.completed = -1  # newest batch that ended
@@ -189,7 +193,10 @@ class Group:
         step, self.step = self.step, None
         if step is not None:
             try:
-                self._apply(step)
+                if self.deferred:
+                    self.accumulated += step.take()
+                else:
+                    self._apply(step)
             finally:
                 step.ended = True
                 self.counts.steps += 1
@@ -199,7 +206,7 @@ class Group:
 
     def settle(self, force: bool = False) -> None:
         """Apply gradients that wait for calls which died (`force`: for any call)."""
-        if self.step is not None and self.step.graded and (force or not self.step.waiting()):
+        if not self.deferred and self.step is not None and self.step.graded and (force or not self.step.waiting()):
             self._apply(self.step)
 
     def abandon(self) -> None:
@@ -268,8 +275,47 @@ class Group:
         step = call.step
         step.receive(call, grad, weights, learns)
         step.skip = step.skip or not finite
-        if not step.waiting():
+        if not self.deferred and not step.waiting():
             self._apply(step)
+
+    def waiting_calls(self) -> list[Call]:
+        """Deferred: the calls whose gradients wait for the optimizer's step, in order."""
+        return self.accumulated + ([] if self.step is None else sorted(self.step.graded, key=lambda c: c.number))
+
+    def forget_gradients(self) -> None:
+        """Deferred: drop the gradients that wait for the optimizer's step."""
+        self.accumulated = []
+        if self.step is not None:
+            self.step.take()
+            self.step.skip = False
+
+    def step_now(self, scales: Callable[[Call], float | None]) -> None:
+        """Deferred: one update with all gradients since the last; each call's times its scale (None: dropped)."""
+        earlier, self.accumulated = self.accumulated, []
+        step = self.step
+        calls = earlier + ([] if step is None else step.take())
+        skip = any(call.step.skip for call in calls)
+        for call in calls:
+            call.step.skip = False
+            scale = scales(call)
+            if scale is None:
+                call.grad = None
+            elif scale != 1.0 and call.grad is not None:
+                call.grad = call.grad * np.float32(scale)
+        calls = [call for call in calls if call.grad is not None]
+        if skip:
+            self.counts.skipped_steps += 1
+        elif calls:
+            segments = None if earlier or step is None else step.planned_segments(calls)
+            held = self._holding
+            try:
+                if earlier:  # rows of ended batches may be anywhere
+                    slots = self._borrow(np.concatenate([call.lookups.rows for call in calls]))
+                    segments = self.driver.build_segments(slots, self._scratch())
+                self._update(calls, segments)
+            finally:
+                if not held:
+                    self._release()
 
     def tell_scaler(self, finite: bool) -> None:
         """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
@@ -285,9 +331,12 @@ class Group:
             step.skip = False
             self.counts.skipped_steps += 1
             return
+        self._update(calls, step.planned_segments(calls))
+
+    def _update(self, calls: list[Call], segments: Segments | None) -> None:
+        """The optimizer's formula on every row of `calls`, in place."""
         started = time.perf_counter()
         lookup_row, grad, weights = merge(calls)
-        segments = step.planned_segments(calls)
         if segments is None:
             slots = calls[0].slots if len(calls) == 1 else np.concatenate([call.slots for call in calls])
             segments = self.driver.build_segments(slots, self._scratch())

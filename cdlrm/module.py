@@ -6,6 +6,7 @@ Rows are no parameters: they live in a store, are trained in a cache and updated
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from .ahead import Lookahead, lookahead
 from .autograd import GroupCall, pooled_lookup
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
+from .gradient import applied_gradient, squared_norm
 from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten
 from .placement import available_bytes
@@ -43,6 +45,7 @@ class CachedModule(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
         self.notes: list[str] = []  # what was chosen automatically, and why
         self.grad_scaler: Any = None
+        self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}
         self._keys: dict[str, str] = {}
@@ -79,6 +82,27 @@ class CachedModule(nn.Module):
                 f"this {type(self).__name__} was closed; make a new one (its state_dict() still works, and modules "
                 f"that share a cache are closed together)."
             )
+
+    # --- updates that wait for the optimizer's step ---
+
+    def gradients_came(self) -> None:
+        """A backward pass is through.  With `update="step"` the anchor's gradient becomes the norm of this
+        module's row gradients, so that what is done to it (torch's clip_grad_norm_, a GradScaler) counts
+        for the rows too; with updates in the backward pass it is `AppliedGradient`."""
+        if not self.groups[0].deferred:
+            self.anchor.grad = applied_gradient()
+            return
+        squares = 0.0
+        for group in self.groups:
+            squares += squared_norm(group.driver, [c for c in group.waiting_calls() if c.owner is self], group.dim)
+        self._norm = math.sqrt(squares)
+        self.anchor.grad = torch.tensor(self._norm)
+
+    def gradient_scale(self) -> float | None:
+        """By what the gradients of this module were scaled since they came; None: they were dropped."""
+        if self.anchor.grad is None:
+            return None
+        return 1.0 if self._norm == 0.0 else float(self.anchor.grad) / float(np.float32(self._norm))
 
     # --- tables as a whole ---
 

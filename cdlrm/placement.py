@@ -21,6 +21,7 @@ from .table import Table
 
 log = logging.getLogger("cdlrm")
 
+UPDATES = ("backward", "step")
 RESERVE = 0.25  # of the available memory is left to everything else
 
 
@@ -102,8 +103,11 @@ def make_groups(
     strict: bool,
     seed: int,
     shards: int | None,
+    update: str,
 ) -> tuple[list[Group], list[str]]:
     """The groups of `tables`, and what was chosen automatically and why."""
+    if update not in UPDATES:
+        raise ConfigError(f"update={update!r}: must be one of {', '.join(UPDATES)}.")
     members = split_groups(tables, optimizers)
     rows = [sum(tables[n].num_embeddings for n in numbers) for numbers in members]
     free = [i for i, numbers in enumerate(members) if not tables[numbers[0]].resident]
@@ -131,7 +135,10 @@ def make_groups(
         # a file's rows are never all on the device in place: its cache may hold all, but as a cache
         resident = slots[i] >= rows[i] and home.kind == "ram"
         groups.append(
-            Group(own, optimizer, driver, home, cache_rows=slots[i], resident=resident, strict=strict, shards=shards)
+            Group(
+                own, optimizer, driver, home, cache_rows=slots[i], resident=resident, strict=strict, shards=shards,
+                deferred=update == "step",
+            )
         )
     return groups, notes
 

@@ -54,6 +54,7 @@ def replace_embeddings(
     strict: bool = False,
     seed: int = 0,
     nonfinite: str = "raise",
+    update: str = "backward",
     shards: int | None = None,
 ) -> Replacement:
     """Replace every `nn.EmbeddingBag` and `nn.Embedding` of `model`, in place, keeping their values.
@@ -80,7 +81,7 @@ def replace_embeddings(
         optimizers.append(chosen)
     groups, notes = make_groups(
         tables, optimizers, cache_rows=cache_rows, cache_ratio=cache_ratio, driver=choose_driver(device), store=store,
-        strict=strict, seed=seed, shards=shards,
+        strict=strict, seed=seed, shards=shards, update=update,
     )  # fmt: skip
     fused = FusedOptimizer(groups)
     modules: dict[str, CachedModule] = {}
@@ -89,7 +90,7 @@ def replace_embeddings(
         group = next(g for g in groups if any(table.name == path for table in g.tables))
         ours = _counterpart(original, {
             "optimizer": chosen, "cache_rows": cache_rows, "cache_ratio": cache_ratio, "store": store, "strict": strict,
-            "seed": seed, "nonfinite": nonfinite, "_joined": (group, fused, path),
+            "seed": seed, "nonfinite": nonfinite, "update": update, "_joined": (group, fused, path),
         })  # fmt: skip
         ours.notes = notes
         ours.set_table(path, original.weight.detach())

@@ -104,7 +104,7 @@ def _cache(cache: Mapping[str, Any]) -> list[str]:
         _row("lookups", f"{cache['lookups']:,}, distinct in their batch {cache['distinct']:,}"),
         _row("hits", f"{cache['hits']:,} ({_percent(cache['hit_rate_per_distinct_row'])} of the distinct rows)"),
         _row("filled", f"{cache['fills']:,} rows, {_size(cache['bytes_filled'])}"),
-        _row("written back", f"{cache['evicts_written']:,} rows, {_size(cache['bytes_written'])}"),
+        _row("written back", f"{cache['rows_written']:,} rows, {_size(cache['bytes_written'])}"),
         _row("fills / MIN(0)", f"{_number(cache['fills_over_min0'], '.4f')} (MIN(0): the fewest that any cache moves)"),
         _row(
             f"fills / MIN({cache['prefetch_depth']})",

@@ -218,6 +218,7 @@ class Pipeline:
             group.attached = self
             group.cache.resumed = self.notify
             group.set_depth(prefetch_depth)
+            group.horizon = self.horizon
         if threads:
             for stage in self.stages:
                 thread = threading.Thread(target=self._loop, args=(stage,), name=f"cdlrm-{stage.name}", daemon=True)

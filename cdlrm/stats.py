@@ -1,10 +1,11 @@
 """The counters of a group, and their sum over groups.
 
 Keys: `steps`, `lookups`, `distinct` (rows a batch), `hits` (distinct rows that were cached), `fills`
-(= `fills_copied` from the store + `fills_initialised` without traffic), `evicts`, `evicts_written`,
-`bytes_filled`, `bytes_written`, `grows`, `short_windows`, `unannounced`, `skipped_steps`,
-`cache_rows`, `table_rows`, `min0_fills` and `mind_fills` (what MIN(0) and MIN(prefetch_depth) would
-have filled on the same batches), `prefetch_depth`, `metadata_bytes`, and seconds of each stage.
+(= `fills_copied` from the store + `fills_initialised` without traffic), `evicts`, `evicts_written`
+(dirty ones), `rows_written` (by evicts and flushes), `bytes_filled`, `bytes_written`, `grows`,
+`short_windows`, `unannounced`, `skipped_steps`, `cache_rows`, `table_rows`, `min0_fills` and
+`mind_fills` (what MIN(0) and MIN(prefetch_depth) would have filled on the same batches),
+`prefetch_depth`, `horizon` (of the newest look-ahead), `metadata_bytes`, and seconds of each stage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from .group import Group
 
-_LARGEST = ("steps", "prefetch_depth")  # not summed over groups
+_LARGEST = ("steps", "prefetch_depth", "horizon")  # not summed over groups
 
 
 def group_stats(group: Group) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def group_stats(group: Group) -> dict[str, Any]:
         "fills_initialised": moves.fills_initialised,
         "evicts": moves.evicts,
         "evicts_written": moves.evicts_written,
+        "rows_written": moves.rows_written,
         "bytes_filled": moves.bytes_filled,
         "bytes_written": moves.bytes_written,
         "grows": moves.grows,
@@ -41,6 +43,7 @@ def group_stats(group: Group) -> dict[str, Any]:
         "min0_fills": 0 if minimum is None else minimum.fills,
         "mind_fills": 0 if minimum is None else minimum.fills_at(depth),
         "prefetch_depth": depth,
+        "horizon": group.horizon,
         "metadata_bytes": group.planner.metadata_bytes,
         "seconds_plan": counts.seconds_plan,
         "seconds_transfer": counts.seconds_transfer,

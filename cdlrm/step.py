@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,10 +30,11 @@ class Call:
     announced: int  # which announced call this is; -1: none
     grad: np.ndarray | None = None
     weights: np.ndarray | None = None
+    owner: Any = None  # deferred updates: the module whose call it is
 
     def accept(self) -> None:
         """Raise UsageError unless a gradient may come now."""
-        if self.grad is not None or self.number in self.step.used:
+        if self.number in self.step.used:
             raise UsageError(
                 "second backward through the same embedding lookup: its update has been applied in the first one; "
                 "run the forward again, or add the losses and call backward once."

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+# torch's OpenMP threads spin while they wait, which on a machine of two cores is most of the time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
 
 DEFAULT_LIMIT_SECONDS = 120.0
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,7 +24,7 @@ from cdlrm.plan import MinCounter, Planner
 FIELDS = (
     "slots seg_slot seg_row seg_start seg_lookup fill_rows fill_slots evict_rows evict_slots batch wait_for cache_rows"
 ).split()
-SHARDS = [1, 2, 4, 8, 16]
+SHARDS = [1, 2, 3, 7, 8, 16]
 
 
 class Replay:

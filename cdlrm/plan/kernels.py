@@ -33,20 +33,19 @@ _jit = nb.njit(nogil=True, cache=True, error_model="numpy", inline="never")
 
 
 @_jit
-def shard_of(row, shards_mask):
+def shard_of(row, shards):
     """Shard of a row: a hash of its block of 8 rows, so that no cache line of `meta` has two owners."""
     x = np.uint64(row >> 3) * np.uint64(0x9E3779B97F4A7C15)
-    return np.int64((x >> np.uint64(40)) & np.uint64(shards_mask))
+    return np.int64(((x >> np.uint64(40)) * np.uint64(shards)) >> np.uint64(24))
 
 
 @_jit
 def partition(rows, shards, shard_start, part_rows, part_index, scratch):
     """Split lookups by shard, keeping their order: `part_rows`, `part_index` per shard section."""
-    mask = shards - 1
     for s in range(shards + 1):
         shard_start[s] = 0
     for i in range(rows.size):
-        s = shard_of(rows[i], mask)
+        s = shard_of(rows[i], shards)
         scratch[i] = s
         shard_start[s + 1] += 1
     for s in range(shards):

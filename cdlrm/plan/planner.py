@@ -21,14 +21,15 @@ from . import kernels as k
 from .plan import Plan
 
 MAX_SHARDS = 16
-ROWS_PER_SHARD = 1 << 16
+ROWS_PER_SHARD = 1 << 18
 NO_INDEX = np.empty(0, np.int32)
 
 
 def shards_for(cache_rows: int) -> int:
-    """Shards of a cache: one a 65,536 slots, a power of two, at most 16.
+    """Shards of a cache: one a 262,144 slots, a power of two, at most 16.
 
-    Small caches are one shard, since 16 need up to 18 % more slots for one batch.
+    Small caches are one shard, since 16 need up to 18 % more slots for one batch, and each costs a few
+    microseconds a batch.
     """
     return min(MAX_SHARDS, 1 << max(0, (cache_rows // ROWS_PER_SHARD).bit_length() - 1))
 
@@ -44,6 +45,7 @@ class _Shard:
         self.number = number
         self.meta = meta
         self.ring = np.full((1024, 2), -1, np.int64)
+        self.ring32 = self.ring.view(np.int32)
         self.start = np.zeros(64, np.int64)
         self.listed = np.zeros(64, np.int64)
         self.regs = np.zeros(9, np.int64)
@@ -51,14 +53,6 @@ class _Shard:
         self.fifo = np.zeros((0, 2), np.int32)
         self.free = np.empty(0, np.int32)
         self.grow(slots)
-
-    @property
-    def ring32(self) -> np.ndarray:
-        return self.ring.view(np.int32)
-
-    @property
-    def slot32(self) -> np.ndarray:
-        return self.slot.view(np.int32)
 
     @property
     def slots(self) -> int:
@@ -73,7 +67,7 @@ class _Shard:
         old = self.slots
         slot = np.full((slots, 2), -1, np.int64)
         slot[:old] = self.slot
-        self.slot = slot
+        self.slot, self.slot32 = slot, slot.view(np.int32)
         size = _power_of_two(2 * slots + 2)
         if size > self.fifo.shape[0]:
             fifo = np.zeros((size, 2), np.int32)
@@ -106,7 +100,7 @@ class _Shard:
             ring = np.full((size, 2), -1, np.int64)
             live = np.arange(tail, int(regs[k.HEAD]))
             ring[live & (size - 1)] = self.ring[live & (self.ring.shape[0] - 1)]
-            self.ring = ring
+            self.ring, self.ring32 = ring, ring.view(np.int32)
 
     def scan(self, rows: np.ndarray, entry: np.ndarray) -> None:
         self.make_room(min(int(rows.size), int(self.meta.shape[0])))
@@ -138,7 +132,7 @@ class _Scanned:
 class Planner:
     """Plans of one group.  `num_rows` rows, `cache_rows` slots, hold of `prefetch_depth` batches.
 
-    `shards` (a power of two) overrides `shards_for(cache_rows)`; `strict` refuses a batch that has
+    `shards` overrides `shards_for(cache_rows)`; `strict` refuses a batch that has
     more distinct rows than there are slots instead of growing.  `executor` runs shards in parallel.
     Not thread-safe: one caller at a time.
     """
@@ -157,8 +151,8 @@ class Planner:
         if prefetch_depth < 0:
             raise ConfigError(f"prefetch_depth={prefetch_depth}: must be 0 or more.")
         shards = shards_for(cache_rows) if shards is None else shards
-        if shards < 1 or shards & (shards - 1):
-            raise ConfigError(f"shards={shards}: must be a power of two, 1 or more.")
+        if not 1 <= shards <= 256:
+            raise ConfigError(f"shards={shards}: must be within [1, 256].")
         self.num_rows = num_rows
         self.prefetch_depth = prefetch_depth
         self.strict = strict
@@ -308,7 +302,7 @@ class Planner:
         if self.shards == 1:
             return local
         x = (rows >> 3).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        shard = ((x >> np.uint64(40)) & np.uint64(self.shards - 1)).astype(np.int64)
+        shard = (((x >> np.uint64(40)) * np.uint64(self.shards)) >> np.uint64(24)).astype(np.int64)
         return np.where(local >= 0, local * self.shards + shard, -1)
 
     def slot_rows(self) -> np.ndarray:
