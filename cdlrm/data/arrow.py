@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from cdlrm.data import kernels
-from cdlrm.data.columns import Column
+from cdlrm.data.columns import Bags
 from cdlrm.data.hashing import MISSING_ID, MISSING_ROW, hash_rows, row_mask
 from cdlrm.errors import DataError
 
 __all__ = ["Buffers", "IdMap", "bad_value", "buffers_of", "check_type", "dense_values", "label_values", "mapped_values"]
 
-_NO_BITS = np.zeros(0, np.uint8)
-_NO_OFFSETS = np.zeros(0, np.int32)
+_ALL = np.zeros(0, np.uint8)  # no mask: everything is there
 _KERNEL_DTYPES = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
 
 
-@dataclass(frozen=True)
+@dataclass
 class IdMap:
     """How the ids of one feature become rows: hashed into `rows` rows, or taken as they are and checked."""
 
     rows: int
     hashed: bool
 
-    @property
+    @cached_property
     def missing(self) -> int:
         """The row of a missing value."""
         return int(hash_rows(np.array([MISSING_ID]), self.rows)[0]) if self.hashed else MISSING_ROW
 
 
 class Buffers(NamedTuple):
-    """A column in memory. values [N] with validity bits from `shift` on; offsets [R+1] into values and the validity bits of
-    the lists for list columns, of length 0 for flat ones (then N = R)."""
+    """A column in memory: values [N] and a mask uint8 [N] of what is there (or []). Lists with several elements keep their
+    offsets [R+1] into values and a mask of the lists [R] (or []); otherwise offsets is None and N = R."""
 
     values: np.ndarray
-    bits: np.ndarray
-    shift: int
-    offsets: np.ndarray
-    row_bits: np.ndarray
-    row_shift: int
+    there: np.ndarray
+    offsets: np.ndarray | None = None
+    row_there: np.ndarray = _ALL
+
+    def flat(self) -> Buffers:
+        """The first element of every list."""
+        if self.offsets is None:
+            return self
+        rows = len(self.offsets) - 1
+        out = Buffers(np.empty(rows, self.values.dtype), np.empty(rows, np.uint8))
+        kernels.one_each(self.values, self.there, self.offsets, self.row_there, *out[:2])
+        return out
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -67,24 +74,32 @@ def buffers_of(column: pa.Array | pa.ChunkedArray, ids: bool) -> Buffers:
     if pa.types.is_fixed_size_list(column.type):
         column = column.cast(pa.list_(column.type.value_type))
     if not _is_list(column.type):
-        values, bits, shift = _flat(column, ids)
-        return Buffers(values, bits, shift, _NO_OFFSETS, _NO_BITS, 0)
-    row_bits, row_shift = _validity(column)
-    values, bits, shift = _flat(column.values, ids)
-    return Buffers(values, bits, shift, column.offsets.to_numpy(zero_copy_only=True), row_bits, row_shift)
+        return Buffers(*_flat(column, ids))
+    values, there = _flat(column.values, ids)
+    offsets = column.offsets.to_numpy(zero_copy_only=True)
+    lists = Buffers(values, there, offsets, _mask(column))
+    most, rows = int(kernels.longest(offsets)), len(column)
+    if most == 1 and not len(lists.row_there) and offsets[-1] - offsets[0] == rows:  # exactly one each
+        start = int(offsets[0])
+        return Buffers(values[start : start + rows], there[start : start + rows])
+    return lists.flat() if most <= 1 else lists
 
 
-def _validity(array: pa.Array) -> tuple[np.ndarray, int]:
+def _mask(array: pa.Array) -> np.ndarray:
+    """uint8 [len]: 1 where there is a value; [] when nothing is missing."""
     if array.null_count == 0:
-        return _NO_BITS, 0
-    return np.frombuffer(array.buffers()[0], np.uint8), array.offset
+        return _ALL
+    bits = np.frombuffer(array.buffers()[0], np.uint8)[array.offset >> 3 : (array.offset + len(array) + 7) >> 3]
+    shift = array.offset & 7
+    return np.unpackbits(bits, bitorder="little")[shift : shift + len(array)]
 
 
-def _flat(array: pa.Array, ids: bool) -> tuple[np.ndarray, np.ndarray, int]:
+def _flat(array: pa.Array, ids: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Values and mask of an array without lists."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_null(array.type):
-        return np.zeros(len(array), np.int64), np.zeros((len(array) + 7) // 8 or 1, np.uint8), 0
+        return np.zeros(len(array), np.int64), np.zeros(len(array), np.uint8)
     kind = array.type
     if ids and kind != pa.int64():
         if pa.types.is_uint64(kind):
@@ -92,40 +107,41 @@ def _flat(array: pa.Array, ids: bool) -> tuple[np.ndarray, np.ndarray, int]:
         else:
             array = array.cast(pa.int64())
     elif not ids and kind not in _KERNEL_DTYPES:
-        array = array.cast(pa.float64() if pa.types.is_floating(kind) or pa.types.is_uint64(kind) else pa.int64(), safe=False)
-    bits, shift = _validity(array)
+        wide = pa.types.is_floating(kind) or pa.types.is_uint64(kind)
+        array = array.cast(pa.float64() if wide else pa.int64(), safe=False)
     dtype = np.dtype(array.type.to_pandas_dtype())
     data = array.buffers()[1]
-    values = np.zeros(0, dtype) if data is None else np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize)
-    return values, bits, shift
+    if data is None or len(array) == 0:
+        return np.zeros(len(array), dtype), _mask(array)
+    return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize), _mask(array)
 
 
 def dense_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray) -> int:
-    """Fill float32 [R] (may be strided); returns the first bad row or -1."""
-    first = kernels.dense_column(*buffers, kernels.LOG1P, out, bad)
-    return _earliest(first, _several(buffers, bad))
+    """Fill float32 [R]; returns the first bad row or -1."""
+    several = _several(buffers, bad)
+    return _earliest(kernels.dense_column(*buffers.flat()[:2], kernels.LOG1P, out, bad), several)
 
 
 def label_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray) -> int:
     """Fill float32 [R] with 0 and 1; returns the first bad row or -1."""
-    first = kernels.label_column(*buffers, out, bad)
-    return _earliest(first, _several(buffers, bad))
+    several = _several(buffers, bad)
+    return _earliest(kernels.label_column(*buffers.flat()[:2], out, bad), several)
 
 
-def mapped_values(buffers: Buffers, ids: IdMap, out: np.ndarray, bad: np.ndarray) -> tuple[Column, int]:
-    """The column as rows (in `out`, int64 [R], where every row has at most one id), and the first bad row or -1."""
+def mapped_values(buffers: Buffers, ids: IdMap, out: np.ndarray, bad: np.ndarray) -> tuple[Bags | None, int]:
+    """The column as rows: in `out`, int64 [R], where every row has at most one id, else as bags; and the first bad row or -1."""
     how = (ids.hashed, np.uint64(ids.rows), row_mask(ids.rows), ids.missing)
-    if len(buffers.offsets) == 0 or kernels.longest(buffers.offsets) <= 1:
-        return Column(out), kernels.map_column(*buffers, *how, out, bad)
+    if buffers.offsets is None:
+        return None, kernels.map_column(buffers.values, buffers.there, *how, out, bad)
     offsets = np.empty(len(buffers.offsets), np.int64)
-    kernels.bag_lengths(buffers.offsets, buffers.row_bits, buffers.row_shift, offsets)
+    kernels.bag_offsets(buffers.offsets, buffers.row_there, offsets)
     values = np.empty(offsets[-1], np.int64)
-    return Column(values, offsets), kernels.bags(*buffers, offsets, *how, values, bad)
+    return Bags(values, offsets), kernels.bags(*buffers, offsets, *how, values, bad)
 
 
 def _several(buffers: Buffers, bad: np.ndarray) -> int:
     """Marks the rows whose list has more than one element, which a number cannot have."""
-    if len(buffers.offsets) == 0 or kernels.longest(buffers.offsets) <= 1:
+    if buffers.offsets is None:
         return -1
     rows = np.flatnonzero(np.diff(buffers.offsets) > 1)
     bad[rows] = 1
@@ -136,11 +152,11 @@ def _earliest(first: int, second: int) -> int:
     return max(first, second) if first < 0 or second < 0 else min(first, second)
 
 
-def bad_value(column: pa.Array | pa.ChunkedArray, row: int, role: str, ids: IdMap) -> tuple[str, str]:
+def bad_value(column: pa.Array | pa.ChunkedArray, row: int, role: str, ids: IdMap | None) -> tuple[str, str]:
     """What is wrong with a row that a kernel refused, and the remedy; role is "label", "dense" or "ids"."""
     value = column[row].as_py()
     inner = value if isinstance(value, list) else [value]
-    if role == "ids":
+    if ids is not None:
         wrong = next(v for v in inner if v is not None and not 0 <= v < ids.rows)
         return f"is {wrong}, outside [0, {ids.rows})", "give the table more rows (table_rows), or hash the ids (ids='hash')"
     if len(inner) > 1:

@@ -6,6 +6,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
@@ -13,9 +14,8 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet
 
-from cdlrm.data import arrow
-from cdlrm.data.arrow import IdMap
-from cdlrm.data.columns import Column, Columns
+from cdlrm.data import arrow, kernels
+from cdlrm.data.columns import Bags, Columns
 from cdlrm.data.filesource import FileSource
 from cdlrm.errors import DataError
 
@@ -126,35 +126,56 @@ class ColumnarSource(FileSource):
         self._rows[block] = table.num_rows
         if lo or hi is not None:
             table = table.slice(lo, None if hi is None else hi - lo)
-        rows = table.num_rows
-        bad = np.zeros(rows, np.uint8)
-        labels = np.empty(rows, np.float32)
-        self._check(block, lo, table, self.label, "label", arrow.label_values(self._buffers(table, self.label), labels, bad))
-        # Written column by column (a strided write would touch every line of memory once a column), then turned.
-        across = np.empty((self.num_dense, rows), np.float32)
-        for d, name in enumerate(self.dense):
-            self._check(block, lo, table, name, "dense", arrow.dense_values(self._buffers(table, name), across[d], bad))
-        out = np.empty((len(self.sparse), rows), np.int64)
-        sparse: list[Column] = []
-        for f, name in enumerate(self.sparse):
-            column, first = arrow.mapped_values(self._buffers(table, name, ids=True), self.id_maps[f], out[f], bad)
-            self._check(block, lo, table, name, "ids", first)
-            sparse.append(column)
-        columns = Columns(np.ascontiguousarray(across.T), labels, sparse)
+        bad = np.zeros(table.num_rows, np.uint8)
+        with ThreadPoolExecutor(1) as helper:  # as Arrow does: the reader's columns are decoded by several threads, too
+            pending = helper.submit(self._convert_ids, table, bad)
+            dense, labels, firsts = self._convert_numbers(table, bad)
+            ids, bags, firsts_of_ids = pending.result()
+        if not self.skip_bad:
+            self._refuse(block, lo, table, firsts + firsts_of_ids)
+        columns = Columns(dense, labels, ids, bags)
         skipped = int(bad.sum())
         return (columns.take(np.flatnonzero(bad == 0)) if skipped else columns), skipped
 
-    def _buffers(self, table: pa.Table | pa.RecordBatch, name: str, ids: bool = False) -> arrow.Buffers:
-        return arrow.buffers_of(table.column(name), ids)
+    def _convert_numbers(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Dense features, labels and the first bad row of every column."""
+        rows = table.num_rows
+        labels = np.empty(rows, np.float32)
+        firsts = [arrow.label_values(arrow.buffers_of(table.column(self.label), ids=False), labels, bad)]
+        # Written column by column (a strided write would touch every line of memory once a column), then turned.
+        across = _pooled((self.num_dense, rows), np.float32)
+        for name, out in zip(self.dense, across, strict=True):
+            firsts.append(arrow.dense_values(arrow.buffers_of(table.column(name), ids=False), out, bad))
+        dense = _pooled((rows, self.num_dense), np.float32)
+        kernels.turn(across, dense)
+        return dense, labels, firsts
 
-    def _check(self, block: int, lo: int, table: pa.Table, name: str, role: str, first: int) -> None:
-        if first < 0 or self.skip_bad:
-            return
-        file, index = self._blocks[block]
-        before = sum(self.block_rows(block - i) for i in range(1, index + 1))
-        ids = self.id_maps[self.sparse.index(name)] if role == "ids" else IdMap(1, False)
-        wrong, remedy = arrow.bad_value(table.column(name), first, role, ids)
-        raise DataError(f"{file}: row {before + lo + first} (from 0): column '{name}' {wrong}; {remedy}, or pass bad_rows='skip'")
+    def _convert_ids(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, dict[int, Bags], list[int]]:
+        """Rows of the tables and the first bad row of every column."""
+        ids = _pooled((len(self.sparse), table.num_rows), np.int64)
+        bags: dict[int, Bags] = {}
+        firsts = []
+        for f, name in enumerate(self.sparse):
+            buffers = arrow.buffers_of(table.column(name), ids=True)
+            lists, first = arrow.mapped_values(buffers, self.id_maps[f], ids[f], bad)
+            firsts.append(first)
+            if lists is not None:
+                bags[f] = lists
+        return ids, bags, firsts
+
+    def _refuse(self, block: int, lo: int, table: pa.Table, firsts: Sequence[int]) -> None:
+        """`DataError` for the first column with a bad row; firsts: label, dense and categorical columns."""
+        names = [self.label, *self.dense, *self.sparse]
+        for at, (name, first) in enumerate(zip(names, firsts, strict=True)):
+            if first >= 0:
+                file, index = self._blocks[block]
+                row = lo + first + sum(self.block_rows(block - i) for i in range(1, index + 1))
+                role = "label" if at == 0 else "dense" if at <= self.num_dense else "ids"
+                ids = self.id_maps[at - 1 - self.num_dense] if role == "ids" else None
+                wrong, remedy = arrow.bad_value(table.column(name), first, role, ids)
+                raise DataError(
+                    f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}, or pass bad_rows='skip'"
+                )
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "columns": [self.label, *self.dense, *self.sparse]}
@@ -193,6 +214,12 @@ class OrcSource(ColumnarSource):
 
     def _read(self, reader: pa.orc.ORCFile, block: int, columns: list[str]) -> pa.RecordBatch:
         return reader.read_stripe(block, columns=columns)
+
+
+def _pooled(shape: tuple[int, int], dtype: type) -> np.ndarray:
+    """np.empty from Arrow's memory pool, which keeps freed memory: fresh pages for every block cost as much as the kernels."""
+    count = shape[0] * shape[1]
+    return np.frombuffer(pa.allocate_buffer(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
 
 
 def _numbered(file: str, names: Sequence[str], letter: str) -> list[str]:

@@ -3,84 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from cdlrm.data.batch import Batch, Jagged
 
-__all__ = ["Column", "Columns"]
+__all__ = ["Bags", "Columns"]
 
 
-@dataclass(frozen=True)
-class Column:
-    """One categorical feature: values int64 [L], offsets int64 [R+1] from offsets[0] on, or None for one id a row."""
+@dataclass
+class Bags:
+    """One categorical feature with any number of ids a row: values int64 [L], offsets int64 [R+1] from 0 to L."""
 
     values: np.ndarray
-    offsets: np.ndarray | None = None
+    offsets: np.ndarray
 
-    def slice(self, lo: int, hi: int) -> Column:
-        if self.offsets is None:
-            return Column(self.values[lo:hi])
+    def slice(self, lo: int, hi: int) -> Bags:
         offsets = self.offsets[lo : hi + 1]
-        return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+        return Bags(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
-    def take(self, rows: np.ndarray) -> Column:
-        if self.offsets is None:
-            return Column(self.values[rows])
+    def take(self, rows: np.ndarray) -> Bags:
         lengths = np.diff(self.offsets)[rows]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        # Position p of the output lies in bag b = its row and comes from starts[b] + (p - offsets[b]).
+        offsets = _offsets(lengths)
+        # Position p of the output lies in some bag b and comes from starts[b] + (p - offsets[b]).
         source = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
-        return Column(self.values[source], offsets)
-
-    @staticmethod
-    def concat(parts: Sequence[Column]) -> Column:
-        values = np.concatenate([part.values for part in parts])
-        if all(part.offsets is None for part in parts):
-            return Column(values)
-        lengths = [np.ones(len(p.values), np.int64) if p.offsets is None else np.diff(p.offsets) for p in parts]
-        joined = np.concatenate(lengths)
-        offsets = np.zeros(len(joined) + 1, np.int64)
-        np.cumsum(joined, out=offsets[1:])
-        return Column(values, offsets)
+        return Bags(self.values[source], offsets)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Columns:
-    """R samples. dense: float32 [R, n] (C order), labels: float32 [R], sparse: one `Column` a feature."""
+    """R samples. dense: float32 [R, n] (C order), labels: float32 [R], ids: int64 [F, R], one id a feature and row.
+
+    bags: feature number -> `Bags` for features that have lists; their line of `ids` is unused.
+    """
 
     dense: np.ndarray
     labels: np.ndarray
-    sparse: list[Column]
+    ids: np.ndarray
+    bags: dict[int, Bags] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         return len(self.labels)
 
+    def bag(self, feature: int) -> Bags:
+        """Any feature as bags."""
+        return self.bags.get(feature) or Bags(self.ids[feature], np.arange(self.rows + 1))
+
     def slice(self, lo: int, hi: int) -> Columns:
         """Rows lo..hi-1 as views."""
-        return Columns(self.dense[lo:hi], self.labels[lo:hi], [c.slice(lo, hi) for c in self.sparse])
+        bags = {f: b.slice(lo, hi) for f, b in self.bags.items()}
+        return Columns(self.dense[lo:hi], self.labels[lo:hi], self.ids[:, lo:hi], bags)
 
     def take(self, rows: np.ndarray) -> Columns:
         """Copies of the given rows, in that order."""
-        return Columns(self.dense[rows], self.labels[rows], [c.take(rows) for c in self.sparse])
+        bags = {f: b.take(rows) for f, b in self.bags.items()}
+        return Columns(self.dense[rows], self.labels[rows], np.take(self.ids, rows, axis=1), bags)
 
     @staticmethod
     def concat(parts: Sequence[Columns]) -> Columns:
         if len(parts) == 1:
             return parts[0]
+        bags = {}
+        for f in sorted({f for part in parts for f in part.bags}):
+            several = [part.bag(f) for part in parts]
+            lengths = np.concatenate([np.diff(b.offsets) for b in several])
+            bags[f] = Bags(np.concatenate([b.values for b in several]), _offsets(lengths))
         return Columns(
-            np.concatenate([p.dense for p in parts]),
-            np.concatenate([p.labels for p in parts]),
-            [Column.concat([p.sparse[f] for p in parts]) for f in range(len(parts[0].sparse))],
+            np.concatenate([part.dense for part in parts]),
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.ids for part in parts], axis=1),
+            bags,
         )
 
     def to_batch(self, features: Sequence[str], index: int) -> Batch:
-        sparse = {
-            name: Jagged(torch.from_numpy(c.values), None if c.offsets is None else torch.from_numpy(c.offsets))
-            for name, c in zip(features, self.sparse, strict=True)
-        }
+        """The batch whose tensors are views of these columns."""
+        sparse = dict(zip(features, map(Jagged, torch.from_numpy(self.ids).unbind(0)), strict=True))
+        for f, bags in self.bags.items():
+            sparse[features[f]] = Jagged(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets))
         return Batch(torch.from_numpy(self.dense), torch.from_numpy(self.labels), sparse, index)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cdlrm.data import zipf
-from cdlrm.data.columns import Column, Columns
+from cdlrm.data.columns import Bags, Columns
 from cdlrm.data.hashing import mix64_array
 from cdlrm.data.source import Progress, Source
 from cdlrm.errors import ConfigError
@@ -39,6 +39,7 @@ _CALIBRATION_ROWS = 16384
 _MOST_ROWS = 2**31
 _TINY_ROWS = 100
 _PAIRS = 4
+_NO_OFFSETS = np.zeros(0, np.int64)
 _HEAD = 20
 _SHARES = (0.1, 0.85, 0.05)  # of the hidden logit's variance: dense features, rows, pairs of rows
 
@@ -150,32 +151,34 @@ class SyntheticSource(Source):
         zipf.dense_logits(columns.dense, self._centre, self._spread, self._smooth, dense)
         large = [f for f, n in enumerate(self.table_rows) if n >= _TINY_ROWS] or range(len(self.table_rows))
         for f in large:
-            zipf.row_logits(self._effect_keys[f], self._weight[f], columns.sparse[f].values, _offsets(columns.sparse[f]), rows)
+            zipf.row_logits(self._effect_keys[f], self._weight[f], *_values(columns, f), rows)
         for left, right in zip(large[: 2 * _PAIRS : 2], large[1 : 2 * _PAIRS : 2], strict=False):
-            sides = []
-            for f in (left, right):
-                sides.append(np.zeros(columns.rows))
-                zipf.row_logits(self._pair_keys[f], 1.0, columns.sparse[f].values, _offsets(columns.sparse[f]), sides[-1])
-            zipf.pair_logits(sides[0], sides[1], 1.0, pairs)
+            sides = np.zeros((2, columns.rows))
+            for f, side in zip((left, right), sides, strict=True):
+                zipf.row_logits(self._pair_keys[f], 1.0, *_values(columns, f), side)
+            zipf.pair_logits(*sides, 1.0, pairs)
         return [dense, rows, pairs]
 
     def _draw(self, first: int, rows: int) -> Columns:
         dense = np.empty((rows, self.num_dense), np.float32)
         zipf.draw_dense(first, self._dense_keys, self._centre, self._spread, self._dense_missing, dense)
-        return Columns(dense, np.empty(rows, np.float32), [self._draw_column(f, first, rows) for f in range(len(self.features))])
+        ids = np.empty((len(self.features), rows), np.int64)
+        bags = {f: lists for f in range(len(self.features)) if (lists := self._draw_column(f, first, ids[f])) is not None}
+        return Columns(dense, np.empty(rows, np.float32), ids, bags)
 
-    def _draw_column(self, f: int, first: int, rows: int) -> Column:
-        one_hot = self.lengths[f] == 1 and not self.vary_lengths
-        offsets = np.zeros(0 if one_hot else rows + 1, np.int64)
-        if not one_hot:
-            lengths = np.empty(rows, np.int64)
-            zipf.draw_lengths(first, self._length_keys[f], self.lengths[f], not self.vary_lengths, lengths)
-            np.cumsum(lengths, out=offsets[1:])
-        values = np.empty(rows if one_hot else offsets[-1], np.int64)
-        zipf.draw_rows(
-            first, self._row_keys[f], self.table_rows[f], self._power[f], self._span[f], self.missing[f], self._stride[f], offsets, values
-        )
-        return Column(values, None if one_hot else offsets)
+    def _draw_column(self, f: int, first: int, out: np.ndarray) -> Bags | None:
+        """The ids of feature f from sample `first` on: in `out` where there is one a sample, else as bags."""
+        how = (first, self._row_keys[f], self.table_rows[f], self._power[f], self._span[f], self.missing[f], self._stride[f])
+        if self.lengths[f] == 1 and not self.vary_lengths:
+            zipf.draw_rows(*how, _NO_OFFSETS, out)
+            return None
+        lengths = np.empty(len(out), np.int64)
+        zipf.draw_lengths(first, self._length_keys[f], self.lengths[f], not self.vary_lengths, lengths)
+        offsets = np.zeros(len(out) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        values = np.empty(offsets[-1], np.int64)
+        zipf.draw_rows(*how, offsets, values)
+        return Bags(values, offsets)
 
     def logits(self, columns: Columns) -> np.ndarray:
         """The hidden model's logit of every sample, float64 [R]; the best any model can do."""
@@ -203,8 +206,10 @@ class SyntheticSource(Source):
         return {**super().settings(), "format": "synthetic", **{name: getattr(self, name) for name in names}}
 
 
-def _offsets(column: Column) -> np.ndarray:
-    return np.zeros(0, np.int64) if column.offsets is None else column.offsets
+def _values(columns: Columns, f: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values and offsets (none where there is one id a sample) of feature f."""
+    bags = columns.bags.get(f)
+    return (columns.ids[f], _NO_OFFSETS) if bags is None else (bags.values, bags.offsets)
 
 
 def _coprime_stride(rows: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cdlrm.data import tsvkernel as kernel
-from cdlrm.data.columns import Column, Columns
+from cdlrm.data.columns import Columns
 from cdlrm.data.filesource import FileSource
 from cdlrm.data.hashing import row_mask
 from cdlrm.data.kernels import LOG1P
@@ -86,8 +86,7 @@ class TsvSource(FileSource):
         )  # fmt: skip
         if good < 0:
             raise DataError(self._what_is_wrong(block, data, report))
-        sparse = [Column(ids[f, :good]) for f in range(len(self.features))]
-        return Columns(dense[:good], labels[:good], sparse), rows - good
+        return Columns(dense[:good], labels[:good], ids[:, :good]), rows - good
 
     def _lines(self, block: int) -> np.ndarray:
         """The bytes of all lines that begin in the piece."""
