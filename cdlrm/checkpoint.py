@@ -65,6 +65,7 @@ def save(
     """
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ConfigError(f"save(keep={keep!r}): must be an integer, 1 or more.")
+    model = _plain(model)
     listed = _stateful(optimizers)
     tables = tables_of(model)
     groups = _distinct(tables)
@@ -97,14 +98,15 @@ def load(directory: str | Path, model: nn.Module, *, optimizers: Any = (), loade
     `optimizers`: those given to `save`, in the same order (none: their states are left alone).  `loader`: gets the
     saved position by `load_state_dict`; or use the returned `["loader"]`.  The model must have the same tables
     (names, rows, dim, optimizer) and the same dense part; cache size, horizon, depth, shards, store and seed may
-    differ.  Learning rates and torch's, NumPy's and Python's random states are restored too.  A look-ahead over the
-    model's tables is closed.
+    differ (with another seed every never-trained row is written to the store, so prefer the same).  Learning rates
+    and torch's, NumPy's and Python's random states are restored too.  A look-ahead over the model's tables is closed.
 
     Raises DataError for files that are missing, damaged or of another version and ConfigError for a model or
     optimizer that does not fit, both before anything is changed.
     """
     parts = Parts(find_checkpoint(Path(directory)))
     content = parts.content
+    model = _plain(model)
     tables = tables_of(model)
     groups = _distinct(tables)
     for part in embedding_parts(model).values():
@@ -159,6 +161,12 @@ def checkpoint_info(directory: str | Path) -> dict[str, Any]:
 
 
 # --- the moment of saving ---
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """The model itself where it was compiled: both have the same checkpoint."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def _distinct(tables: dict[str, tuple[Group, int]]) -> list[Group]:

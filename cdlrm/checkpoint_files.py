@@ -34,7 +34,7 @@ from torch import Tensor
 from .errors import ConfigError, DataError, UsageError
 
 FORMAT, VERSION = "cdlrm checkpoint", 1
-PART_BYTES = 32 << 20
+PART_BYTES = 16 << 20  # what loading holds is some ten times this, with what malloc keeps
 READ_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"

@@ -130,15 +130,22 @@ def write_table(writer: PartWriter, name: str, group: Group, number: int) -> Sav
     base = int(group.bases[number])
     limit = max(PART_BYTES // (group.store.record_bytes + ROW_BYTES), 1)
     for lo, hi, rows in _pieces(bits, base, base + saved.rows, limit):
-        weight, state = _read(group, rows)
-        tensors = {"weight": torch.from_numpy(weight)}
-        for key, (start, stop) in saved.state.items():
-            tensors[key] = torch.from_numpy(np.ascontiguousarray(state[:, start:stop]))
-        if rows.size != hi - lo:
-            tensors["rows"] = torch.from_numpy(rows - base)
-        writer.add({f"tables/{name}/{lo - base}/{key}": tensor for key, tensor in tensors.items()})
-        saved.pieces.append([lo - base, hi - base])
+        _write_piece(writer, saved, group, base, rows, lo - base, hi - base)
     return saved
+
+
+def _write_piece(
+    writer: PartWriter, saved: SavedTable, group: Group, base: int, rows: np.ndarray, lo: int, hi: int
+) -> None:
+    weight, state = _read(group, rows)
+    tensors = {"weight": torch.from_numpy(weight)}
+    for key, (start, stop) in saved.state.items():
+        tensors[key] = torch.from_numpy(np.ascontiguousarray(state[:, start:stop]))
+    if rows.size != hi - lo:
+        tensors["rows"] = torch.from_numpy(rows - base)
+    del weight, state  # not beside a part that is written now
+    writer.add({f"tables/{saved.name}/{lo}/{key}": tensor for key, tensor in tensors.items()})
+    saved.pieces.append([lo, hi])
 
 
 def _pieces(bits: np.ndarray | None, lo: int, hi: int, limit: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -209,15 +216,22 @@ def restore_table(parts: Parts, saved: SavedTable, group: Group, number: int) ->
     same = saved.generator is not None and saved.generator == _generator(group, number)
     bits = getattr(group.store, "trained", None) if same else None
     for lo, hi in saved.pieces:
-        rows, weight = _piece(parts, saved, lo, hi)
-        if rows.size != hi - lo:
-            _reset(saved, group, base, bits, lo, hi, rows)
-        state = np.empty((rows.size, group.store.state_width), np.float32)
-        for key, (start, stop) in saved.state.items():
-            state[:, start:stop] = parts.get(f"tables/{saved.name}/{lo}/{key}").numpy()
-        for at, part in _blocks(rows):
-            group.store.write(part + base, weight, state, np.arange(at, at + part.size, dtype=np.int32))
+        _restore_piece(parts, saved, group, base, bits, lo, hi)
     group.table_steps[number] = saved.steps
+
+
+def _restore_piece(
+    parts: Parts, saved: SavedTable, group: Group, base: int, bits: np.ndarray | None, lo: int, hi: int
+) -> None:
+    """`bits`: rows that the store may not hold as they were made; None: any."""
+    rows, weight = _piece(parts, saved, lo, hi)
+    if rows.size != hi - lo:
+        _reset(saved, group, base, bits, lo, hi, rows)
+    state = np.empty((rows.size, group.store.state_width), np.float32)
+    for key, (start, stop) in saved.state.items():
+        state[:, start:stop] = parts.get(f"tables/{saved.name}/{lo}/{key}").numpy()
+    for at, part in _blocks(rows):
+        group.store.write(part + base, weight, state, np.arange(at, at + part.size, dtype=np.int32))
 
 
 def _reset(
@@ -284,7 +298,7 @@ class SavedTables(Mapping[str, Tensor]):
         return out
 
     def pieces(self, name: str, lo: int = 0, hi: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(first row, float32 [n, dim]) of consecutive rows, together [lo, hi); each at most 32 MiB."""
+        """(first row, float32 [n, dim]) of consecutive rows, together [lo, hi); each at most 16 MiB."""
         saved = self._tables[name]
         lo, hi = self._range(name, lo, hi)
         most = max(PART_BYTES // (4 * saved.dim), 1)
@@ -322,7 +336,7 @@ def load_tables(directory: str | Path, names: Iterable[str] | None = None) -> Sa
 
 def iter_tables(directory: str | Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, int, Tensor]]:
     """(table, first row, float32 [n, dim]) of all tables (or `names`), table after table, row after row, at most
-    32 MiB at a time.  Raises as `load_tables`."""
+    16 MiB at a time.  Raises as `load_tables`."""
     tables = load_tables(directory, names)
     for name in tables:
         for lo, values in tables.pieces(name):
