@@ -26,8 +26,6 @@ class FileSource(Source):
     Further keywords go to the format (names or numbers of columns).
     """
 
-    format = ""
-
     def __init__(
         self,
         files: Sequence[str],
@@ -55,7 +53,7 @@ class FileSource(Source):
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
-        mine = {"format": self.format, "files": self._files_id, "ids": self.ids, "skip_bad": self.skip_bad}
+        mine = {"files": self._files_id, "ids": self.ids, "skip_bad": self.skip_bad}
         return {**super().settings(), **mine}
 
     @contextmanager

@@ -52,6 +52,7 @@ class Source:
     the place behind the batch yielded last. Raises `DataError` (bad files) while iterating, `ConfigError` for bad settings.
     """
 
+    format = ""
     features: list[str]
     table_rows: list[int]
     num_dense: int
@@ -100,6 +101,7 @@ class Source:
     def settings(self) -> dict[str, Any]:
         """Plain values that must agree between a saved state and the source that loads it."""
         return {
+            "format": self.format,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "seed": self.seed if self.shuffle else None,

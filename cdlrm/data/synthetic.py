@@ -55,6 +55,8 @@ class SyntheticSource(Source):
     Every value depends on (seed, row number, column) alone, so row ranges, epochs and positions are free.
     """
 
+    format = "synthetic"
+
     def __init__(
         self,
         *,
@@ -203,7 +205,7 @@ class SyntheticSource(Source):
 
     def settings(self) -> dict[str, Any]:
         names = ("seed", "num_rows", "exponents", "missing", "lengths", "vary_lengths", "num_dense", "click_rate", "strength")
-        return {**super().settings(), "format": "synthetic", **{name: getattr(self, name) for name in names}}
+        return {**super().settings(), **{name: getattr(self, name) for name in names}}
 
 
 def _values(columns: Columns, f: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -119,9 +118,9 @@ class TsvSource(FileSource):
         field = data[begin : min(end, begin + 40)].tobytes().decode("utf-8", "replace")
         where = f"{name}: line {number}: "
         remedy = "correct the line, or pass bad_rows='skip'"
-        if kind == kernel.COLUMNS:
-            text = next(_split_lines(data, line)).count(b"\t") + 1
-            return f"{where}{text} columns where {1 + self.num_dense + len(self.features)} are needed; {remedy}"
+        found, needed = _line(data, line).count(b"\t") + 1, 1 + self.num_dense + len(self.features)
+        if found != needed:  # whatever the kernel stumbled over first
+            return f"{where}{found} columns where {needed}, separated by TAB, are needed; {remedy}"
         if kind == kernel.LABEL:
             return f"{where}the label is {field!r} where 0 or 1 is needed (there is no header line); {remedy}"
         if kind == kernel.INTEGER:
@@ -151,5 +150,5 @@ def _read_fully(file: Any, size: int) -> bytes:
     return data
 
 
-def _split_lines(data: np.ndarray, first: int) -> Iterator[bytes]:
-    yield from data.tobytes().split(b"\n")[first:]
+def _line(data: np.ndarray, number: int) -> bytes:
+    return data.tobytes().split(b"\n", number + 1)[number]
