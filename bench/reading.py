@@ -2,9 +2,9 @@
 
     python bench/reading.py [--rows 300000] [--repeats 7]
 
-Rivals take turns in one process after a warm-up; both may use pyarrow's threads, so wall and CPU seconds are given. Bare
-pyarrow: `read_row_group` / `read_stripe` one after the other, and `pyarrow.csv.open_csv` with ids read as text (what it can do
-without help). Appends one JSON line a file to bench/results/reading.jsonl.
+Rivals take turns in one process after a warm-up; both may use pyarrow's threads, so wall and CPU seconds are given.
+Bare pyarrow: `read_row_group` / `read_stripe` one after the other, and `pyarrow.csv.open_csv` with ids read as text
+(what it can do without help). Appends one JSON line a file to bench/results/reading.jsonl.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def measure(path: str, repeats: int) -> dict[str, float]:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 
@@ -140,7 +142,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "reading.jsonl")
     args = parser.parse_args()
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "pyarrow": pa.__version__}
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "pyarrow": pa.__version__,
+    }
     with tempfile.TemporaryDirectory() as folder, open(args.out, "a") as out:
         files = write_files(Path(folder), args.rows)
         sample = Path(os.environ.get("CDLRM_DATA", HERE.parents[1] / "shared" / "data")) / "criteo_tb_orc"
@@ -151,8 +157,10 @@ def main() -> None:
                 "bench": "reading", "file": name, "commit": commit(), "date": datetime.date.today().isoformat(),
                 "machine": machine, "load": round(os.getloadavg()[0], 1), "batch": BATCH, **measure(path, args.repeats),
             }  # fmt: skip
-            print(f"{name:15} wall x{line['wall_ratio_median']:<6} cpu x{line['cpu_ratio_median']:<6} "
-                  f"{line['rows'] / line['cdlrm_wall_seconds_median'] / 1e3:,.0f}k rows/s")
+            print(
+                f"{name:15} wall x{line['wall_ratio_median']:<6} cpu x{line['cpu_ratio_median']:<6} "
+                f"{line['rows'] / line['cdlrm_wall_seconds_median'] / 1e3:,.0f}k rows/s"
+            )
             out.write(json.dumps(line) + "\n")
 
 

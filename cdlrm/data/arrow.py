@@ -34,8 +34,8 @@ class IdMap:
 
 
 class Buffers(NamedTuple):
-    """A column in memory: values [N] and a mask uint8 [N] of what is there (or []). Lists with several elements keep their
-    offsets [R+1] into values and a mask of the lists [R] (or []); otherwise offsets is None and N = R."""
+    """A column in memory: values [N] and a mask uint8 [N] of what is there (or []). Lists with several elements keep
+    their offsets [R+1] into values and a mask of the lists [R] (or []); otherwise offsets is None and N = R."""
 
     values: np.ndarray
     there: np.ndarray
@@ -64,11 +64,14 @@ def check_type(where: str, name: str, kind: pa.DataType, ids: bool) -> None:
         good = good or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
     if not good:
         wanted = "integers" if ids else "numbers"
-        raise DataError(f"{where}: column '{name}' is of type {kind} where {wanted}, or lists of them, are needed; convert it")
+        raise DataError(
+            f"{where}: column '{name}' is of type {kind} where {wanted}, or lists of them, are needed; convert it"
+        )
 
 
 def buffers_of(column: pa.Array | pa.ChunkedArray, ids: bool) -> Buffers:
-    """The buffers of a column; values are int64 for ids, else int32, int64, float32 or float64. Copies only to convert."""
+    """The buffers of a column; values are int64 for ids, else int32, int64, float32 or float64. Copies only to
+    convert."""
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if pa.types.is_fixed_size_list(column.type):
@@ -129,14 +132,17 @@ def label_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray) -> int:
 
 
 def mapped_values(buffers: Buffers, ids: IdMap, out: np.ndarray, bad: np.ndarray) -> tuple[Bags | None, int]:
-    """The column as rows: in `out`, int64 [R], where every row has at most one id, else as bags; and the first bad row or -1."""
-    how = (ids.hashed, np.uint64(ids.rows), row_mask(ids.rows), ids.missing)
+    """The column as rows: in `out`, int64 [R], where every row has at most one id, else as bags; and the first bad
+    row or -1."""
+    how = (ids.hashed, np.uint64(ids.rows), row_mask(ids.rows), np.int64(ids.missing))
     if buffers.offsets is None:
         return None, kernels.map_column(buffers.values, buffers.there, *how, out, bad)
     offsets = np.empty(len(buffers.offsets), np.int64)
     kernels.bag_offsets(buffers.offsets, buffers.row_there, offsets)
     values = np.empty(offsets[-1], np.int64)
-    return Bags(values, offsets), kernels.bags(*buffers, offsets, *how, values, bad)
+    return Bags(values, offsets), kernels.bags(
+        buffers.values, buffers.there, buffers.offsets, buffers.row_there, offsets, *how, values, bad
+    )
 
 
 def _several(buffers: Buffers, bad: np.ndarray) -> int:
@@ -158,7 +164,10 @@ def bad_value(column: pa.Array | pa.ChunkedArray, row: int, role: str, ids: IdMa
     inner = value if isinstance(value, list) else [value]
     if ids is not None:
         wrong = next(v for v in inner if v is not None and not 0 <= v < ids.rows)
-        return f"is {wrong}, outside [0, {ids.rows})", "give the table more rows (table_rows), or hash the ids (ids='hash')"
+        return (
+            f"is {wrong}, outside [0, {ids.rows})",
+            "give the table more rows (table_rows), or hash the ids (ids='hash')",
+        )
     if len(inner) > 1:
         return f"is a list of {len(inner)} where one number is needed", "give one number a row"
     if role == "dense":

@@ -29,7 +29,8 @@ class Jagged(NamedTuple):
 
 @dataclass
 class Batch:
-    """B samples. dense: float32 [B, n], labels: float32 [B] (0 or 1), sparse: feature -> `Jagged`, index: its number in the epoch.
+    """B samples. dense: float32 [B, n], labels: float32 [B] (0 or 1), sparse: feature -> `Jagged`, index: its number
+    in the epoch.
 
     Tensors are on the CPU and may be views into a larger block that the source read; nobody may write to them.
     """
@@ -93,7 +94,8 @@ def check_labels(labels: Tensor) -> None:
 
 
 def check_jagged(name: str, jagged: Jagged, size: int, rows: int | None = None) -> None:
-    """Ids int64 [L], offsets int64 [size+1] from 0 to L without decrease, weights finite float32 [L], ids in [0, rows)."""
+    """Ids int64 [L], offsets int64 [size+1] from 0 to L without decrease, weights finite float32 [L], ids in [0,
+    rows)."""
     _check_tensor(f"values of feature '{name}'", jagged.values, torch.int64, 1)
     values = jagged.values.numpy()
     if jagged.offsets is None:
@@ -118,7 +120,8 @@ def check_jagged(name: str, jagged: Jagged, size: int, rows: int | None = None) 
 def _check_offsets(name: str, offsets: np.ndarray, length: int, size: int) -> None:
     if len(offsets) != size + 1:
         raise InputError(
-            f"feature '{name}' has {len(offsets)} offsets for {size} samples; give {size + 1}, from 0 to the number of values"
+            f"feature '{name}' has {len(offsets)} offsets for {size} samples; give "
+            f"{size + 1}, from 0 to the number of values"
         )
     if offsets[0] != 0 or offsets[-1] != length:
         at, bound = (0, 0) if offsets[0] != 0 else (size, length)
@@ -148,10 +151,16 @@ def _check_weights(name: str, weights: Tensor, length: int) -> None:
 
 def _check_tensor(what: str, tensor: Tensor, dtype: torch.dtype, dims: int) -> None:
     if not isinstance(tensor, Tensor):
-        raise InputError(f"the {what} are a {type(tensor).__name__} where a {dtype} tensor is needed; use torch.as_tensor")
+        raise InputError(
+            f"the {what} are a {type(tensor).__name__} where a {dtype} tensor is needed; use torch.as_tensor"
+        )
     if tensor.dtype != dtype:
-        raise InputError(f"the {what} have dtype {tensor.dtype} where {dtype} is needed; convert them with .to({dtype})")
+        raise InputError(
+            f"the {what} have dtype {tensor.dtype} where {dtype} is needed; convert them with .to({dtype})"
+        )
     if tensor.device.type != "cpu":
         raise InputError(f"the {what} are on {tensor.device} where the CPU is needed; move them with .cpu()")
     if tensor.dim() != dims:
-        raise InputError(f"the {what} have shape {list(tensor.shape)} where {dims} dimension(s) are needed; reshape them")
+        raise InputError(
+            f"the {what} have shape {list(tensor.shape)} where {dims} dimension(s) are needed; reshape them"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,26 +24,25 @@ _OPEN_FILES = 16
 
 
 class ColumnarSource(FileSource):
-    """Columns `label`, `i1…` and `c1…` (other names: `label_column`, `dense_columns`, `sparse_columns`), each of numbers or of
-    lists with at most one number; a categorical list may be longer. Empty lists and nulls are missing values.
+    """Columns `label`, `i1…` and `c1…` (other names: `label_column`, `dense_columns`, `sparse_columns`), each of
+    numbers or of lists with at most one number; a categorical list may be longer. Empty lists and nulls are missing
+    values.
 
     Memory: one row group (stripe) as Arrow has it and once more as columns, so files with huge row groups need more.
     """
 
-    def _open(
-        self,
-        label_column: str = "label",
-        dense_columns: Sequence[str] | None = None,
-        sparse_columns: Sequence[str] | None = None,
-    ) -> None:
+    column_settings = ("label_column", "dense_columns", "sparse_columns")
+
+    def _open(self, columns: dict[str, Any]) -> None:
         self._readers: OrderedDict[str, Any] = OrderedDict()
         self._blocks: list[tuple[str, int]] = []
         self._rows: list[int | None] = []
         self._total = 0
         names = self._schema(self.files[0]).names
-        self.label = label_column
-        self.dense = _numbered(self.files[0], names, "i") if dense_columns is None else list(dense_columns)
-        self.sparse = _numbered(self.files[0], names, "c") if sparse_columns is None else list(sparse_columns)
+        self.label = columns.get("label_column", "label")
+        dense, sparse = columns.get("dense_columns"), columns.get("sparse_columns")
+        self.dense = _numbered(self.files[0], names, "i") if dense is None else list(dense)
+        self.sparse = _numbered(self.files[0], names, "c") if sparse is None else list(sparse)
         if not self.sparse and not self.dense:
             raise DataError(
                 f"{self.files[0]}: there are no columns i1… or c1… among {_shown(names)}; "
@@ -66,7 +64,10 @@ class ColumnarSource(FileSource):
         for name in (self.label, *self.dense, *self.sparse):
             if schema.names.count(name) != 1:
                 how = "no" if name not in schema.names else "more than one"
-                raise DataError(f"{file}: there is {how} column '{name}' among {_shown(schema.names)}; give files with equal columns")
+                raise DataError(
+                    f"{file}: there is {how} column '{name}' among "
+                    f"{_shown(schema.names)}; give files with equal columns"
+                )
             arrow.check_type(file, name, schema.field(name).type, name in self.sparse)
 
     # The format.
@@ -202,8 +203,7 @@ class OrcSource(ColumnarSource):
     format = "orc"
 
     def _open_file(self, file: str) -> pa.orc.ORCFile:
-        # ORC's reader accepts a file whose data was cut out as long as its end is there; pages are checked when they are read.
-        return pa.orc.ORCFile(os.fspath(file))
+        return pa.orc.ORCFile(file)
 
     def _schema_of(self, reader: pa.orc.ORCFile) -> pa.Schema:
         return reader.schema
@@ -217,7 +217,8 @@ class OrcSource(ColumnarSource):
 
 
 def _pooled(shape: tuple[int, int], dtype: type) -> np.ndarray:
-    """np.empty from Arrow's memory pool, which keeps freed memory: fresh pages for every block cost as much as the kernels."""
+    """np.empty from Arrow's memory pool, which keeps freed memory: fresh pages for every block cost as much as the
+    kernels."""
     count = shape[0] * shape[1]
     return np.frombuffer(pa.allocate_buffer(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
 

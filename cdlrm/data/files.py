@@ -22,7 +22,8 @@ FORMATS = {
     ".csv": "tsv",
     "": "tsv",
 }
-"""Suffix -> format. A name without suffix (day_0) is Criteo's text, as it is published; so is .csv, if TAB-separated."""
+"""Suffix -> format. A name without suffix (day_0) is Criteo's text, as it is published; so is .csv, if
+TAB-separated."""
 _MAGIC = {b"PAR1": "Parquet", b"ORC": "ORC", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -32,7 +33,8 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 
 def expand(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Files of a path, a glob, a directory or a list of these: a list in its order, each item's files in natural order."""
+    """Files of a path, a glob, a directory or a list of these: a list in its order, each item's files in natural
+    order."""
     items = [data] if isinstance(data, (str, os.PathLike)) else list(data)
     if not items:
         raise DataError("no data files are given; give a path, a glob or a directory")
@@ -62,7 +64,7 @@ def _expand_one(item: str) -> list[str]:
 
 
 def format_of(files: Sequence[str]) -> str:
-    """"parquet", "orc" or "tsv", by suffix; `DataError` for unknown or mixed suffixes and contents of another kind."""
+    """ "parquet", "orc" or "tsv", by suffix; `DataError` for unknown or mixed suffixes and contents of another kind."""
     first = ""
     for name in files:
         suffix = Path(name).suffix.lower()

@@ -20,11 +20,15 @@ _MOST_ROWS = 2**40
 
 
 class FileSource(Source):
-    """files: paths of one format. table_rows: one number, or one a feature. ids: "hash" (row = mix64(id) mod rows) or "rows" (ids are
-    row numbers, checked). bad_rows: "raise" a `DataError` at the first bad row, or "skip" and count them.
+    """files: paths of one format. table_rows: one number, or one a feature. ids: "hash" (row = mix64(id) mod rows) or
+    "rows" (ids are row numbers, checked). bad_rows: "raise" a `DataError` at the first bad row, or "skip" and count
+    them.
 
-    Further keywords go to the format (names or numbers of columns).
+    columns: what the format wants to know of its columns, see there.
     """
+
+    column_settings: tuple[str, ...] = ()
+    """Names that the mapping `columns` may hold."""
 
     def __init__(
         self,
@@ -43,12 +47,19 @@ class FileSource(Source):
         self.files = list(files)
         self.ids = ids
         self.skip_bad = bad_rows == "skip"
-        self._open(**(columns or {}))
+        columns = columns or {}
+        for name in columns:
+            if name not in self.column_settings:
+                raise ConfigError(
+                    f"columns has {name!r}, which {self.format} files do not know; use "
+                    f"{', '.join(self.column_settings)}"
+                )
+        self._open(columns)
         self.table_rows = parse_table_rows(table_rows, len(self.features))
         self.id_maps = [IdMap(rows, ids == "hash") for rows in self.table_rows]
         self._files_id = fingerprint(self.files)
 
-    def _open(self, **columns: Any) -> None:
+    def _open(self, columns: dict[str, Any]) -> None:
         """Look into the files: set `features`, `num_dense` and what `num_blocks` needs."""
         raise NotImplementedError
 
@@ -65,12 +76,13 @@ class FileSource(Source):
             what = " ".join(str(error).split())
             title = {"parquet": "Parquet", "orc": "ORC", "tsv": "text"}[self.format]
             raise DataError(
-                f"{file}: the file cannot be read as {title} and may be truncated or damaged ({what[:200]}); write it again"
+                f"{file}: the file cannot be read as {title} and may be truncated or "
+                f"damaged ({what[:200]}); write it again"
             ) from error
 
 
 def parse_table_rows(text: int | str | Sequence[int], num_features: int) -> list[int]:
-    """"N" or "n1-n2-…" (or the numbers themselves) -> rows of every table; `ConfigError` if count or size is wrong."""
+    """ "N" or "n1-n2-…" (or the numbers themselves) -> rows of every table; `ConfigError` if count or size is wrong."""
     if isinstance(text, str):
         parts = text.strip().split("-")
         if not all(part.strip().isdecimal() for part in parts):
@@ -88,5 +100,3 @@ def parse_table_rows(text: int | str | Sequence[int], num_features: int) -> list
         if not 1 <= rows <= _MOST_ROWS:
             raise ConfigError(f"table_rows of column {column} is {rows}, outside [1, {_MOST_ROWS}]; change it")
     return numbers
-
-

@@ -1,6 +1,7 @@
 """From raw ids to row numbers: `row = mix64(id) mod rows`, in unsigned 64-bit integers only.
 
-No Python `hash` is involved, so the mapping is the same on every machine, in every process and for every PYTHONHASHSEED.
+No Python `hash` is involved, so the mapping is the same on every machine, in every process and for every
+PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 def mix64(x: np.uint64) -> np.uint64:
     """A bijection of the 64-bit words whose output bits all depend on all input bits.
 
-    One step of SplitMix64 from state `x`: add the golden gamma, then Stafford's variant 13 of the finaliser (G. L. Steele,
-    D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    One step of SplitMix64 from state `x`: add the golden gamma, then Stafford's variant 13 of the finaliser (G. L.
+    Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """
     z = np.uint64(x) + _GOLDEN
     z = (z ^ (z >> _30)) * _FIRST
@@ -82,7 +83,8 @@ def _permutation(key: np.uint64, out: np.ndarray) -> None:
 
 
 def permutation(length: int, *keys: int) -> np.ndarray:
-    """A permutation of range(length), int64, that is a function of the integers `keys` alone (Fisher-Yates on mix64)."""
+    """A permutation of range(length), int64, that is a function of the integers `keys` alone (Fisher-Yates on
+    mix64)."""
     key = np.zeros(1, np.uint64)
     for word in keys:
         key = mix64_array(key ^ np.uint64(int(word) % 2**64))

@@ -1,8 +1,8 @@
 """numba kernels from the buffers of Arrow arrays to columns; they release the lock.
 
-`there` (uint8, one an element) is 0 where the element is missing; length 0 means that all are there. `bad` (uint8 [R]) is set
-to 1 at rows that may not be used; a kernel returns the first row that it marked, or -1. Loops are written without branches
-where it matters, so that the compiler can use vector instructions.
+`there` (uint8, one an element) is 0 where the element is missing; length 0 means that all are there. `bad` (uint8
+[R]) is set to 1 at rows that may not be used; a kernel returns the first row that it marked, or -1. Loops are written
+without branches where it matters, so that the compiler can use vector instructions.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def map_column(
                 out[i] = to_row(values[i], rows, mask)
         return first
     for i in range(len(out)):
-        row = missing if len(there) and not there[i] else values[i]
+        row = np.int64(missing if len(there) and not there[i] else values[i])
         if np.uint64(row) >= rows:  # a negative id is a large unsigned one
-            row = 0
+            row = np.int64(0)
             bad[i] = 1
             first = i if first < 0 else first
         out[i] = row

@@ -23,9 +23,10 @@ def open_source(data: Data, *, batch_size: int, **settings: Any) -> FileSource:
     """A source over the files of `data` (path, glob, directory, or a list of these; natural order), one format for all.
 
     Formats by suffix: .parquet .pq · .orc · .tsv .txt .csv and no suffix (TAB-separated text as Criteo publishes it).
-    Settings: table_rows (int, "n1-n2-…" or list; default 2**20), ids "hash"|"rows", bad_rows "raise"|"skip", shuffle, seed,
-    row_range (first, last+1 over the rows of all files), limit_batches, progress, and columns, a mapping: label_column,
-    dense_columns, sparse_columns for Parquet and ORC; num_dense, num_sparse for text. Raises DataError and ConfigError.
+    Settings: table_rows (int, "n1-n2-…" or list; default 2**20), ids "hash"|"rows", bad_rows "raise"|"skip", shuffle,
+    seed, row_range (first, last+1 over the rows of all files), limit_batches, progress, and columns, a mapping:
+    label_column, dense_columns, sparse_columns for Parquet and ORC; num_dense, num_sparse for text. Raises DataError
+    and ConfigError.
     """
     files = expand(data)
     return _SOURCES[format_of(files)](files, batch_size=batch_size, **settings)
@@ -41,7 +42,8 @@ def open_train_test(
     shuffle: bool = False,
     **settings: Any,
 ) -> tuple[FileSource, FileSource | None]:
-    """Training and test source: the test rows are `test_data`, or the last `test_fraction` of `data`. Tests are not shuffled."""
+    """Training and test source: the test rows are `test_data`, or the last `test_fraction` of `data`. Tests are not
+    shuffled."""
     if not 0 <= test_fraction < 1:
         raise ConfigError(f"test_fraction is {test_fraction}, outside [0, 1); give the share of rows to test on")
     test_batch_size = batch_size if test_batch_size is None else test_batch_size
@@ -52,7 +54,8 @@ def open_train_test(
         test = open_source(test_data, batch_size=test_batch_size, **settings)
         if (test.num_dense, len(test.features)) != (train.num_dense, len(train.features)):
             raise DataError(
-                f"{test.files[0]}: the test data has {test.num_dense} dense and {len(test.features)} categorical columns where "
+                f"{test.files[0]}: the test data has {test.num_dense} dense and "
+                f"{len(test.features)} categorical columns where "
                 f"the training data has {train.num_dense} and {len(train.features)}; give files with equal columns"
             )
     elif test_fraction:

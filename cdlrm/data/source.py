@@ -1,9 +1,9 @@
 """`Source`: blocks of columns -> a stream of batches that can be shuffled, split, stopped and continued.
 
-A source is a numbered sequence of *blocks* (a row group, a stripe, a piece of a text file, a stretch of synthetic rows).
-An epoch concatenates the blocks and cuts the stream every `batch_size` rows; the last batch may be shorter. Shuffling
-permutes the blocks, and the rows within each block, by a function of (seed, epoch) alone. A position in the stream is
-(block, row of the block), so that continuing reads no block twice and none that lies before.
+A source is a numbered sequence of *blocks* (a row group, a stripe, a piece of a text file, a stretch of synthetic
+rows). An epoch concatenates the blocks and cuts the stream every `batch_size` rows; the last batch may be shorter.
+Shuffling permutes the blocks, and the rows within each block, by a function of (seed, epoch) alone. A position in the
+stream is (block, row of the block), so that continuing reads no block twice and none that lies before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Progress = Callable[[int, "int | None"], None]
 
 
 class _Position(NamedTuple):
-    """Where the stream continues: `batch` batches are out, the next row is `row` of the block at place `block` in the order."""
+    """Where the stream continues: `batch` batches are out, the next row is `row` of the block at place `block` in the
+    order."""
 
     batch: int = 0
     block: int = 0
@@ -48,8 +49,9 @@ class Source:
     skipped_rows: bad rows left out so far in this epoch; rows_read: rows handed out so far in this epoch;
     rows_total: rows of an epoch, None while unknown (a text file that nobody has counted).
 
-    Each `iter()` starts where a loaded state says, otherwise at the beginning of the current epoch. `state_dict()` describes
-    the place behind the batch yielded last. Raises `DataError` (bad files) while iterating, `ConfigError` for bad settings.
+    Each `iter()` starts where a loaded state says, otherwise at the beginning of the current epoch. `state_dict()`
+    describes the place behind the batch yielded last. Raises `DataError` (bad files) while iterating, `ConfigError`
+    for bad settings.
     """
 
     format = ""
@@ -115,7 +117,8 @@ class Source:
         return None
 
     def restricted(self, row_range: tuple[int, int | None], **changes: Any) -> Self:
-        """A source over some rows of the same data, at its beginning; `changes`: batch_size, shuffle, seed, limit_batches, progress."""
+        """A source over some rows of the same data, at its beginning; `changes`: batch_size, shuffle, seed,
+        limit_batches, progress."""
         other = copy.copy(self)
         stream = {name: getattr(self, name) for name in ("batch_size", "shuffle", "seed", "limit_batches", "progress")}
         Source.__init__(other, row_range=row_range, **{**stream, **changes})
@@ -166,7 +169,8 @@ class Source:
         return self._skipped
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next `iter()` goes through. Another epoch than the current one starts at its beginning."""
+        """Choose the epoch that the next `iter()` goes through. Another epoch than the current one starts at its
+        beginning."""
         if epoch < 0:
             raise ConfigError(f"the epoch is {epoch} where at least 0 is needed; count epochs from 0")
         if epoch != self.epoch:
@@ -181,20 +185,25 @@ class Source:
         return {"epoch": self.epoch, **at._asdict(), "settings": self._settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next `iter()` continue behind the batch of `state_dict()`; `ConfigError` if settings or data differ."""
+        """Let the next `iter()` continue behind the batch of `state_dict()`; `ConfigError` if settings or data
+        differ."""
         fields = ("epoch", *_Position._fields)
         if not isinstance(state, dict) or not all(type(state.get(k)) is int and state[k] >= 0 for k in fields):
-            raise ConfigError(f"the state of the source lacks one of {', '.join(fields)}; pass what state_dict() returned")
+            raise ConfigError(
+                f"the state of the source lacks one of {', '.join(fields)}; pass what state_dict() returned"
+            )
         mine, theirs = self.settings(), state.get("settings") or {}
         for key in {**mine, **theirs}:
             if mine.get(key) != theirs.get(key):
                 raise ConfigError(
-                    f"the saved state of the source has {key}={theirs.get(key)!r} where the source has {mine.get(key)!r}; "
+                    f"the saved state of the source has {key}={theirs.get(key)!r} where "
+                    f"the source has {mine.get(key)!r}; "
                     "open the same data with the same settings, or start without the state"
                 )
         if state["block"] > len(self._plan()):
             raise ConfigError(
-                f"the saved state is at block {state['block']} of a source with {len(self._plan())} blocks; open the same data"
+                f"the saved state is at block {state['block']} of a source with "
+                f"{len(self._plan())} blocks; open the same data"
             )
         self.epoch = state["epoch"]
         self._position = self._resume = _Position(**{k: state[k] for k in _Position._fields})

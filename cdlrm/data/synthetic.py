@@ -1,4 +1,5 @@
-"""Synthetic click logs with a known answer: Zipf-distributed rows, dense features like log counts, labels of a hidden model."""
+"""Synthetic click logs with a known answer: Zipf-distributed rows, dense features like log counts, labels of a hidden
+model."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from cdlrm.errors import ConfigError
 __all__ = ["CARDINALITIES", "CLICK_RATE", "EXPONENTS", "MISSING", "SyntheticSource"]
 
 # Figures of 80,000 rows of the Criteo 1TB click logs (distinct ids, exponent of the bounded power law that fits their
-# cumulative shares best, share of missing values; dense: median and spread of log(1+x), share missing). Measured by us on
-# the sample that RecIS's examples publish; only these rounded figures are here, no data.
+# cumulative shares best, share of missing values; dense: median and spread of log(1+x), share missing). Measured by
+# us on the sample that RecIS's examples publish; only these rounded figures are here, no data.
 CARDINALITIES = [
     24777, 6440, 8356, 2567, 6273, 3, 4789, 922, 23, 21397, 9325, 13755, 9,
     1084, 3270, 48, 3, 424, 14, 26716, 16156, 23486, 7889, 5773, 38, 32,
@@ -32,7 +33,8 @@ DENSE_CENTRE = [2.1, 5.4, 1.6, 3.6, 1.9, 0.4, 0.1, 1.6, 1.9, 0.4, 1.1, 8.0, 1.6]
 DENSE_SPREAD = [1.2, 1.6, 0.8, 1.7, 1.2, 0.7, 0.3, 2.0, 1.2, 0.4, 0.7, 2.4, 0.9]
 DENSE_MISSING = [0.2, 0.1, 0.23, 0.26, 0.41, 0.07, 0.02, 0, 0, 0.07, 0.41, 0.01, 0.23]
 CLICK_RATE = 0.25
-"""Click rate of the generator: about that of Criteo Kaggle (0.256); the 1TB logs have 0.032, which learns more slowly."""
+"""Click rate of the generator: about that of Criteo Kaggle (0.256); the 1TB logs have 0.032, which learns more
+slowly."""
 
 _BLOCK_ROWS = 16384
 _CALIBRATION_ROWS = 16384
@@ -45,12 +47,14 @@ _SHARES = (0.1, 0.85, 0.05)  # of the hidden logit's variance: dense features, r
 
 
 class SyntheticSource(Source):
-    """An endless-looking but finite data set of `num_rows` samples; every epoch repeats it (in another order if shuffled).
+    """An endless-looking but finite data set of `num_rows` samples; every epoch repeats it (in another order if
+    shuffled).
 
-    cardinalities: rows of each feature's table. exponents: Zipf exponent >= 0, one or one a feature (0: uniform). missing:
-    share of samples whose id is missing (row 0). lengths: ids a sample, one or one a feature; 0 gives empty bags, a feature with
-    length 1 has no offsets. vary_lengths: geometric lengths with these means. num_dense: dense features. click_rate and strength
-    (standard deviation of the hidden logit) shape the labels. Sizes: `num_rows`, or `num_batches` (default 512) of `batch_size`.
+    cardinalities: rows of each feature's table. exponents: Zipf exponent >= 0, one or one a feature (0: uniform).
+    missing: share of samples whose id is missing (row 0). lengths: ids a sample, one or one a feature; 0 gives empty
+    bags, a feature with length 1 has no offsets. vary_lengths: geometric lengths with these means. num_dense: dense
+    features. click_rate and strength (standard deviation of the hidden logit) shape the labels. Sizes: `num_rows`, or
+    `num_batches` (default 512) of `batch_size`.
 
     Every value depends on (seed, row number, column) alone, so row ranges, epochs and positions are free.
     """
@@ -78,18 +82,27 @@ class SyntheticSource(Source):
         progress: Progress | None = None,
     ) -> None:
         super().__init__(
-            batch_size=batch_size, shuffle=shuffle, seed=seed, row_range=row_range, limit_batches=limit_batches, progress=progress
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            row_range=row_range,
+            limit_batches=limit_batches,
+            progress=progress,
         )
         count = len(cardinalities)
         like_sample = list(cardinalities) == CARDINALITIES
         self.table_rows = [_whole("cardinality", f, n, 1, _MOST_ROWS) for f, n in enumerate(cardinalities)]
         self.features = [f"c{f + 1}" for f in range(count)]
-        self.exponents = _each("exponent", EXPONENTS if like_sample and exponents is None else exponents, 1.05, count, 0, 20)
+        self.exponents = _each(
+            "exponent", EXPONENTS if like_sample and exponents is None else exponents, 1.05, count, 0, 20
+        )
         self.missing = _each("missing rate", MISSING if like_sample and missing is None else missing, 0.0, count, 0, 1)
         self.lengths = _each("length", lengths, 1, count, 0, 1e6)
         self.vary_lengths = vary_lengths
         if not vary_lengths and any(length != int(length) for length in self.lengths):
-            raise ConfigError(f"lengths are {self.lengths} where whole numbers are needed; pass vary_lengths=True for means")
+            raise ConfigError(
+                f"lengths are {self.lengths} where whole numbers are needed; pass vary_lengths=True for means"
+            )
         self.num_dense = _whole("num_dense", None, num_dense, 0, 10**6)
         self.click_rate = _each("click rate", click_rate, CLICK_RATE, 1, 0.001, 0.999)[0]
         self.strength = _each("strength", strength, 2.0, 1, 0, 20)[0]
@@ -103,8 +116,12 @@ class SyntheticSource(Source):
     def _prepare(self) -> None:
         """Keys of the columns, parameters of the distributions, weights and bias of the hidden model."""
         count, n = len(self.table_rows), self.num_dense
-        keys = mix64_array(mix64_array(np.array([self.seed % 2**64], np.uint64)) + np.arange(4 * count + n + 1, dtype=np.uint64))
-        self._row_keys, self._length_keys, self._effect_keys, self._pair_keys = (keys[i * count : (i + 1) * count] for i in range(4))
+        keys = mix64_array(
+            mix64_array(np.array([self.seed % 2**64], np.uint64)) + np.arange(4 * count + n + 1, dtype=np.uint64)
+        )
+        self._row_keys, self._length_keys, self._effect_keys, self._pair_keys = (
+            keys[i * count : (i + 1) * count] for i in range(4)
+        )
         self._dense_keys, self._label_key = keys[4 * count : 4 * count + n], keys[-1]
         self._centre, self._spread, self._dense_missing = (
             np.resize(np.array(figures), n) for figures in (DENSE_CENTRE, DENSE_SPREAD, DENSE_MISSING)
@@ -125,9 +142,10 @@ class SyntheticSource(Source):
     def _calibrate(self) -> None:
         """Scale the parts of the hidden logit to their shares of `strength`, and find the bias of the click rate.
 
-        A network of random weights is nearly a smooth function of the dense features and of the few rows of tiny tables (they
-        start large). The hidden model avoids both, so that an untrained network scores by chance: a parabola is fitted
-        to the dense part and taken away, and tables below `_TINY_ROWS` rows have no effect where others are there.
+        A network of random weights is nearly a smooth function of the dense features and of the few rows of tiny
+        tables (they start large). The hidden model avoids both, so that an untrained network scores by chance: a
+        parabola is fitted to the dense part and taken away, and tables below `_TINY_ROWS` rows have no effect where
+        others are there.
         """
         columns = self._draw(0, _CALIBRATION_ROWS)
         self._smooth = np.zeros((2, self.num_dense))
@@ -138,7 +156,8 @@ class SyntheticSource(Source):
         parts = self._parts(columns)
         stds = [part.std() for part in parts]
         self._scales = [
-            self.strength * math.sqrt(share) / std if std > 1e-12 else 0.0 for share, std in zip(_SHARES, stds, strict=True)
+            self.strength * math.sqrt(share) / std if std > 1e-12 else 0.0
+            for share, std in zip(_SHARES, stds, strict=True)
         ]
         logits = sum(scale * part for scale, part in zip(self._scales, parts, strict=True))
         low, high = -60.0, 60.0
@@ -158,19 +177,29 @@ class SyntheticSource(Source):
             sides = np.zeros((2, columns.rows))
             for f, side in zip((left, right), sides, strict=True):
                 zipf.row_logits(self._pair_keys[f], 1.0, *_values(columns, f), side)
-            zipf.pair_logits(*sides, 1.0, pairs)
+            zipf.pair_logits(sides[0], sides[1], 1.0, pairs)
         return [dense, rows, pairs]
 
     def _draw(self, first: int, rows: int) -> Columns:
         dense = np.empty((rows, self.num_dense), np.float32)
         zipf.draw_dense(first, self._dense_keys, self._centre, self._spread, self._dense_missing, dense)
         ids = np.empty((len(self.features), rows), np.int64)
-        bags = {f: lists for f in range(len(self.features)) if (lists := self._draw_column(f, first, ids[f])) is not None}
+        bags = {
+            f: lists for f in range(len(self.features)) if (lists := self._draw_column(f, first, ids[f])) is not None
+        }
         return Columns(dense, np.empty(rows, np.float32), ids, bags)
 
     def _draw_column(self, f: int, first: int, out: np.ndarray) -> Bags | None:
         """The ids of feature f from sample `first` on: in `out` where there is one a sample, else as bags."""
-        how = (first, self._row_keys[f], self.table_rows[f], self._power[f], self._span[f], self.missing[f], self._stride[f])
+        how = (
+            first,
+            self._row_keys[f],
+            self.table_rows[f],
+            self._power[f],
+            self._span[f],
+            self.missing[f],
+            self._stride[f],
+        )
         if self.lengths[f] == 1 and not self.vary_lengths:
             zipf.draw_rows(*how, _NO_OFFSETS, out)
             return None
@@ -184,7 +213,9 @@ class SyntheticSource(Source):
 
     def logits(self, columns: Columns) -> np.ndarray:
         """The hidden model's logit of every sample, float64 [R]; the best any model can do."""
-        return sum((s * p for s, p in zip(self._scales, self._parts(columns), strict=True)), np.full(columns.rows, self._bias))
+        return sum(
+            (s * p for s, p in zip(self._scales, self._parts(columns), strict=True)), np.full(columns.rows, self._bias)
+        )
 
     # The source.
 
@@ -204,7 +235,17 @@ class SyntheticSource(Source):
         return self.num_rows
 
     def settings(self) -> dict[str, Any]:
-        names = ("seed", "num_rows", "exponents", "missing", "lengths", "vary_lengths", "num_dense", "click_rate", "strength")
+        names = (
+            "seed",
+            "num_rows",
+            "exponents",
+            "missing",
+            "lengths",
+            "vary_lengths",
+            "num_dense",
+            "click_rate",
+            "strength",
+        )
         return {**super().settings(), **{name: getattr(self, name) for name in names}}
 
 

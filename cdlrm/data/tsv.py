@@ -1,4 +1,5 @@
-"""Criteo's click logs as published: text of TAB-separated columns, label, integers, 8-digit hexadecimal ids, no header."""
+"""Criteo's click logs as published: text of TAB-separated columns, label, integers, 8-digit hexadecimal ids, no
+header."""
 
 from __future__ import annotations
 
@@ -23,15 +24,19 @@ _NO_LIMIT = 2**62
 
 
 class TsvSource(FileSource):
-    """columns: num_dense (default 13) and num_sparse (default: the other columns of the first line, which must be 26 if neither
-    is given). An empty field is a missing value, ids are 1 to 16 hexadecimal digits. The features are named c1, c2, ….
+    """columns: num_dense (default 13) and num_sparse (default: the other columns of the first line, which must be 26
+    if neither is given). An empty field is a missing value, ids are 1 to 16 hexadecimal digits. The features are
+    named c1, c2, ….
 
     The number of rows is known only after counting the lines, which `len()` and a row range do once.
     """
 
     format = "tsv"
 
-    def _open(self, num_dense: int | None = None, num_sparse: int | None = None) -> None:
+    column_settings = ("num_dense", "num_sparse")
+
+    def _open(self, columns: dict[str, Any]) -> None:
+        num_dense, num_sparse = columns.get("num_dense"), columns.get("num_sparse")
         with self._reading(self.files[0]), open(self.files[0], "rb") as file:
             found = file.readline(_LONGEST_LINE_BYTES).rstrip(b"\r\n").count(b"\t") + 1
         self.num_dense = 13 if num_dense is None else num_dense
@@ -39,18 +44,19 @@ class TsvSource(FileSource):
         if num_dense is None and num_sparse is None:
             sparse = 26
         if self.num_dense < 0 or sparse < 0:
-            raise ConfigError(f"num_dense={self.num_dense} and num_sparse={sparse} where at least 0 is needed; change them")
+            raise ConfigError(
+                f"num_dense={self.num_dense} and num_sparse={sparse} where at least 0 is needed; change them"
+            )
         needed = 1 + self.num_dense + sparse
         if found != needed and not self.skip_bad:
             raise DataError(
-                f"{self.files[0]}: line 1 has {found} columns where {needed} are needed (label, {self.num_dense} integers, "
+                f"{self.files[0]}: line 1 has {found} columns where {needed} are needed "
+                f"(label, {self.num_dense} integers, "
                 f"{sparse} ids, separated by TAB); give a file as Criteo publishes it, or num_dense and num_sparse"
             )
         self.features = [f"c{f + 1}" for f in range(sparse)]
         self._blocks = [
-            (file, piece)
-            for file in self.files
-            for piece in range(-(-os.path.getsize(file) // PIECE_BYTES))
+            (file, piece) for file in self.files for piece in range(-(-os.path.getsize(file) // PIECE_BYTES))
         ]
         self._rows: list[int | None] = [None] * len(self._blocks)
 
@@ -102,7 +108,10 @@ class TsvSource(FileSource):
                     break
                 tail += more
         if len(tail) > _LONGEST_LINE_BYTES:
-            raise DataError(f"{name}: a line has more than {_LONGEST_LINE_BYTES} bytes; give TAB-separated text with one sample a line")
+            raise DataError(
+                f"{name}: a line has more than {_LONGEST_LINE_BYTES} bytes; give "
+                "TAB-separated text with one sample a line"
+            )
         start = data.find(b"\n") + 1 if begin else 0
         if begin and not start:
             return np.zeros(0, np.uint8)
@@ -124,16 +133,26 @@ class TsvSource(FileSource):
         if kind == kernel.LABEL:
             return f"{where}the label is {field!r} where 0 or 1 is needed (there is no header line); {remedy}"
         if kind == kernel.INTEGER:
-            return f"{where}column i{column} is {field!r} where an integer of at most 18 digits or nothing is needed; {remedy}"
+            return (
+                f"{where}column i{column} is {field!r} where an integer of at most 18 digits "
+                f"or nothing is needed; {remedy}"
+            )
         feature = column - 1 - self.num_dense
         if kind == kernel.RANGE:
             return (
-                f"{where}column '{self.features[feature]}' is {int(field, 16)}, outside [0, {self.table_rows[feature]}); "
+                f"{where}column '{self.features[feature]}' is {int(field, 16)}, outside "
+                f"[0, {self.table_rows[feature]}); "
                 "give the table more rows (table_rows), hash the ids (ids='hash'), or pass bad_rows='skip'"
             )
         if kind == kernel.TRUNCATED:
-            return f"{where}the file ends inside the id {field!r}, so it is truncated; get it again, or pass bad_rows='skip'"
-        return f"{where}column '{self.features[feature]}' is {field!r} where a hexadecimal id or nothing is needed; {remedy}"
+            return (
+                f"{where}the file ends inside the id {field!r}, so it is truncated; get it "
+                "again, or pass bad_rows='skip'"
+            )
+        return (
+            f"{where}column '{self.features[feature]}' is {field!r} where a hexadecimal id or "
+            f"nothing is needed; {remedy}"
+        )
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "num_dense": self.num_dense}

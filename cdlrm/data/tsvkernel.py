@@ -13,7 +13,8 @@ __all__ = ["COLUMN", "COLUMNS", "HEX", "ID", "INTEGER", "LABEL", "RANGE", "TRUNC
 
 # Kinds of bad lines.
 COLUMNS, LABEL, INTEGER, ID, RANGE, TRUNCATED = 1, 2, 3, 4, 5, 6
-# Where the kernel reports: the kind, the line (counted from the piece's first), the column, and first and last+1 byte of the field.
+# Where the kernel reports: the kind, the line (counted from the piece's first), the column, and first and last+1 byte
+# of the field.
 KIND, LINE, COLUMN, BEGIN, END = 0, 1, 2, 3, 4
 
 _TAB, _NEWLINE, _RETURN, _MINUS, _ZERO = 9, 10, 13, 45, 48
@@ -133,7 +134,8 @@ def parse_lines(
     ids: np.ndarray,
     report: np.ndarray,
 ) -> int:
-    """Lines first_line..last_line-1 of `data` (uint8) into dense [R, n], labels [R] and ids [F, R]; returns the rows written.
+    """Lines first_line..last_line-1 of `data` (uint8) into dense [R, n], labels [R] and ids [F, R]; returns the rows
+    written.
 
     A bad line is left out when `skip`; otherwise -1 is returned and `report` says where.
     """

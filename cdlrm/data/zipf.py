@@ -1,8 +1,9 @@
 """numba kernels of the synthetic generator: every value is a function of (seed, row of the data set, column) alone.
 
-A word of randomness is `mix64(key of the column ^ row)`, so any row can be made without the rows before it. Ranks follow a
-bounded power law by inverting its continuous distribution function (G(x) = (x^(1-a) - 1) / ((n+1)^(1-a) - 1) for 1 <= x < n+1,
-rank = floor(x) - 1), which needs no table and is a Zipf law up to the rounding of the first few ranks.
+A word of randomness is `mix64(key of the column ^ row)`, so any row can be made without the rows before it. Ranks
+follow a bounded power law by inverting its continuous distribution function (G(x) = (x^(1-a) - 1) / ((n+1)^(1-a) - 1)
+for 1 <= x < n+1, rank = floor(x) - 1), which needs no table and is a Zipf law up to the rounding of the first few
+ranks.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def draw_rows(
             else:
                 if missing > 0.0:
                     u = (u - missing) / (1.0 - missing)
-                rank = min(np.int64(_rank(u, power, span)) - 1, rows - 1)
+                rank = int(_rank(u, power, span)) - 1
+                rank = rank if rank < rows else rows - 1  # rounding at u close to 1
                 out[at] = np.int64((np.uint64(rank) * scatter + shift) % modulus)
 
 
@@ -111,8 +113,11 @@ def draw_dense(
 
 
 @njit(cache=True, nogil=True)
-def dense_logits(dense: np.ndarray, centre: np.ndarray, spread: np.ndarray, smooth: np.ndarray, out: np.ndarray) -> None:
-    """out[i] += sum over d of +-min(|z|, 2), z the standardised feature d, less the parabola smooth[:, d] (of x and x^2)."""
+def dense_logits(
+    dense: np.ndarray, centre: np.ndarray, spread: np.ndarray, smooth: np.ndarray, out: np.ndarray
+) -> None:
+    """out[i] += sum over d of +-min(|z|, 2), z the standardised feature d, less the parabola smooth[:, d] (of x and
+    x^2)."""
     for i in range(dense.shape[0]):
         total = 0.0
         for d in range(dense.shape[1]):

@@ -100,7 +100,11 @@ def test_columns(tmp_path: Path, write: Callable) -> None:
 
 def test_types(tmp_path: Path) -> None:
     table = arrow_table(raw_rows(3, num_dense=1, num_sparse=1))
-    for column, values in (("c1", pa.array([1.5, 2, 3])), ("c1", pa.array(["a", "b", "c"])), ("i1", pa.array(["1", "2", "3"]))):
+    for column, values in (
+        ("c1", pa.array([1.5, 2, 3])),
+        ("c1", pa.array(["a", "b", "c"])),
+        ("i1", pa.array(["1", "2", "3"])),
+    ):
         changed = table.set_column(table.column_names.index(column), column, values)
         pa.parquet.write_table(changed, tmp_path / "x.parquet")
         refused(tmp_path / "x.parquet", f"'{column}'", "type", str(values.type))

@@ -32,7 +32,10 @@ def test_good() -> None:
 NAN = float("nan")
 BAD = {
     "dense nan": (batch(dense=torch.tensor([[0, 0], [0, NAN], [0, 0]])), r"dense feature 1 of sample 1 is nan"),
-    "dense inf": (batch(dense=torch.tensor([[0, 0], [0, 0], [float("inf"), 0]])), r"dense feature 0 of sample 2 is inf"),
+    "dense inf": (
+        batch(dense=torch.tensor([[0, 0], [0, 0], [float("inf"), 0]])),
+        r"dense feature 0 of sample 2 is inf",
+    ),
     "dense dtype": (batch(dense=torch.zeros(3, 2, dtype=torch.float64)), r"float64 where torch.float32"),
     "dense shape": (batch(dense=torch.zeros(3)), r"shape \[3\]"),
     "dense rows": (batch(dense=torch.zeros(4, 2)), r"4 rows where the batch has 3"),
@@ -43,9 +46,18 @@ BAD = {
     "ids int32": (batch(sparse={"a": Jagged(torch.tensor([0, 1, 2], dtype=torch.int32))}), r"int32 where torch.int64"),
     "ids count": (batch(sparse={"a": Jagged(torch.tensor([0, 1]))}), r"2 values and no offsets for 3"),
     "offsets count": (batch(sparse={"a": Jagged(torch.tensor([0]), torch.tensor([0, 1]))}), r"2 offsets for 3"),
-    "offsets start": (batch(sparse={"a": Jagged(torch.tensor([0]), torch.tensor([1, 1, 1, 1]))}), r"offset 0 .* is 1 where 0"),
-    "offsets end": (batch(sparse={"a": Jagged(torch.tensor([0]), torch.tensor([0, 1, 1, 9]))}), r"offset 3 .* is 9 where 1"),
-    "offsets fall": (batch(sparse={"a": Jagged(torch.tensor([0]), torch.tensor([0, 2, 1, 1]))}), r"offset 2 .* less than 2"),
+    "offsets start": (
+        batch(sparse={"a": Jagged(torch.tensor([0]), torch.tensor([1, 1, 1, 1]))}),
+        r"offset 0 .* is 1 where 0",
+    ),
+    "offsets end": (
+        batch(sparse={"a": Jagged(torch.tensor([0]), torch.tensor([0, 1, 1, 9]))}),
+        r"offset 3 .* is 9 where 1",
+    ),
+    "offsets fall": (
+        batch(sparse={"a": Jagged(torch.tensor([0]), torch.tensor([0, 2, 1, 1]))}),
+        r"offset 2 .* less than 2",
+    ),
     "weights": (
         batch(sparse={"a": Jagged(torch.tensor([0, 1, 2]), None, torch.tensor([1, NAN, 1]))}),
         r"weight 1 of feature 'a' is nan",

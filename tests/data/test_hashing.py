@@ -58,6 +58,12 @@ def test_table_rows() -> None:
     assert parse_table_rows("100", 3) == [100, 100, 100]
     assert parse_table_rows("1-2-3", 3) == [1, 2, 3]
     assert parse_table_rows([4, 5], 2) == [4, 5]
-    for bad, why in (("1-2", "3 categorical"), ("0", "outside"), ("x", "N or n1-n2"), ("-5", "N or"), (2**41, "outside")):
+    for bad, why in (
+        ("1-2", "3 categorical"),
+        ("0", "outside"),
+        ("x", "N or n1-n2"),
+        ("-5", "N or"),
+        (2**41, "outside"),
+    ):
         with pytest.raises(ConfigError, match=why):
             parse_table_rows(bad, 3)

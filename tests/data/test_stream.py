@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written import WRITERS, raw_rows, suffix
 
 import cdlrm.data.synthetic
 import cdlrm.data.tsv
 from cdlrm.data import Batch, Source, SyntheticSource, open_source, open_train_test
 from cdlrm.errors import ConfigError
-
-from written import WRITERS, raw_rows, suffix
 
 
 def same(one: Batch, two: Batch) -> bool:
@@ -79,7 +78,9 @@ def test_shuffle_is_a_permutation_by_seed_and_epoch(kind: str, files: dict[str, 
     plain = rows_of(list(make(kind, files, batch_size=50)))
 
     def shuffled(seed: int, epoch: int, batch_size: int = 50) -> list[tuple]:
-        source = make(kind, files, batch_size=batch_size, shuffle=True, **({} if kind == "synthetic" else {"seed": seed}))
+        source = make(
+            kind, files, batch_size=batch_size, shuffle=True, **({} if kind == "synthetic" else {"seed": seed})
+        )
         source.seed = seed
         source.set_epoch(epoch)
         return rows_of(list(source))
@@ -177,12 +178,19 @@ def test_train_and_test_split(kind: str, files: dict[str, str]) -> None:
 
 def test_limit_progress_and_bad_settings(files: dict[str, str]) -> None:
     seen: list[tuple[int, int | None]] = []
-    source = open_source(files["orc"], batch_size=50, limit_batches=3, progress=lambda done, total: seen.append((done, total)))
+    source = open_source(
+        files["orc"], batch_size=50, limit_batches=3, progress=lambda done, total: seen.append((done, total))
+    )
     assert len(source) == len(list(source)) == 3
     assert seen == [(50, 373), (100, 373), (150, 373)]
     assert list(open_source(files["orc"], batch_size=50, limit_batches=0)) == []
     assert open_source(files["tsv"], batch_size=50).rows_total is None
-    for wrong in ({"batch_size": 0}, {"batch_size": 5, "row_range": (3, 2)}, {"batch_size": 5, "ids": "x"}):
+    for wrong in (
+        {"batch_size": 0},
+        {"batch_size": 5, "row_range": (3, 2)},
+        {"batch_size": 5, "ids": "x"},
+        {"batch_size": 5, "columns": {"num_dense": 1}},
+    ):
         with pytest.raises(ConfigError):
             open_source(files["orc"], **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="epoch"):

@@ -41,7 +41,9 @@ def test_default_is_shaped_like_the_sample() -> None:
 
 
 def test_zipf_law_and_scattering() -> None:
-    source = SyntheticSource(num_rows=200000, batch_size=1000, cardinalities=[1000, 1000, 1, 7], exponents=[1.0, 0.0, 1.0, 2.0])
+    source = SyntheticSource(
+        num_rows=200000, batch_size=1000, cardinalities=[1000, 1000, 1, 7], exponents=[1.0, 0.0, 1.0, 2.0]
+    )
     ids = whole(source).ids
     counts = np.sort(np.bincount(ids[0], minlength=1000))[::-1]
     # The continuous law: P(rank r) is the integral of 1/x from r to r+1.
@@ -55,7 +57,11 @@ def test_zipf_law_and_scattering() -> None:
 def test_deterministic_and_free_of_batch_size() -> None:
     one, two = (whole(SyntheticSource(num_rows=40000, batch_size=b, seed=3)) for b in (7, 2048))
     other = whole(SyntheticSource(num_rows=40000, batch_size=7, seed=4))
-    assert np.array_equal(one.ids, two.ids) and np.array_equal(one.dense, two.dense) and np.array_equal(one.labels, two.labels)
+    assert (
+        np.array_equal(one.ids, two.ids)
+        and np.array_equal(one.dense, two.dense)
+        and np.array_equal(one.labels, two.labels)
+    )
     assert not np.array_equal(one.ids, other.ids) and not np.array_equal(one.labels, other.labels)
 
 
