@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "ahead": ["Lookahead", "lookahead"],
     "bag": ["Embedding", "EmbeddingBag"],
+    "checkpoint": ["SavedTables", "checkpoint_info", "iter_tables", "load", "load_tables", "save"],
     "data.batch": ["Batch", "Jagged"],
     "embedding": ["EmbeddingBagCollection"],
     "errors": [
@@ -49,16 +50,23 @@ __all__ = [
     "NonFiniteGradientError",
     "PipelineError",
     "RowWiseAdagrad",
+    "SavedTables",
     "Table",
     "UsageError",
     "__version__",
+    "checkpoint_info",
+    "iter_tables",
+    "load",
+    "load_tables",
     "lookahead",
     "replace_embeddings",
+    "save",
 ]
 
 if TYPE_CHECKING:
     from .ahead import Lookahead, lookahead
     from .bag import Embedding, EmbeddingBag
+    from .checkpoint import SavedTables, checkpoint_info, iter_tables, load, load_tables, save
     from .data.batch import Batch, Jagged
     from .embedding import EmbeddingBagCollection
     from .errors import (

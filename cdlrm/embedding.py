@@ -39,6 +39,7 @@ class EmbeddingBagCollection(CachedModule):
             step's update and count it in `stats()["skipped_steps"]`.
         update: "backward" updates rows in the backward pass; "step" keeps their gradients until
             `module.optimizer.step()`, for gradient accumulation and torch's clip_grad_norm_ (slower).
+        fresh_store: discard what the folder of `store="file:DIR"` holds (before a checkpoint is loaded).
         shards: of the planner (default: from the cache size).
 
     Raises ConfigError for settings that cannot work.
@@ -57,6 +58,7 @@ class EmbeddingBagCollection(CachedModule):
         seed: int = 0,
         nonfinite: str = "raise",
         update: str = "backward",
+        fresh_store: bool = False,
         shards: int | None = None,
     ) -> None:
         super().__init__(nonfinite)
@@ -66,7 +68,7 @@ class EmbeddingBagCollection(CachedModule):
         groups, self.notes = make_groups(
             self.tables, _optimizers(self.tables, optimizer), cache_rows=cache_rows, cache_ratio=cache_ratio,
             driver=choose_driver(device), store=store, strict=strict, seed=seed, shards=shards,
-            update=update,
+            update=update, fresh=fresh_store,
         )  # fmt: skip
         dims = sorted({table.embedding_dim for table in self.tables})
         self._features_of_dim = {

@@ -83,7 +83,7 @@ class Group:
         self.deferred = deferred  # updates wait for `step_now` (the optimizer's step), over any number of batches
         self.accumulated: list[Call] = []  # calls of ended batches whose gradients wait for it
         self.hyper: dict[str, Any] = {"lr": optimizer.lr}  # a param_group of torch: `lr` may change
-        self.table_steps = np.zeros(len(tables), np.int64)
+        self.table_steps = np.array(store.saved.get("table_steps", [0] * len(tables)), np.int64)
         self.counts = Counts(distinct_by_table=np.zeros(len(tables), np.int64))
         self.planner: Planner | ResidentPlanner
         if resident:
@@ -436,6 +436,7 @@ class Group:
         if not self.resident:
             with self.cache.pause():
                 self.cache.flush()
+                self.store.remember("table_steps", self.table_steps.tolist())
                 self.store.flush()
 
     def table_values(self, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -104,6 +104,7 @@ def make_groups(
     seed: int,
     shards: int | None,
     update: str,
+    fresh: bool = False,
 ) -> tuple[list[Group], list[str]]:
     """The groups of `tables`, and what was chosen automatically and why."""
     if update not in UPDATES:
@@ -124,7 +125,7 @@ def make_groups(
     for i, numbers in enumerate(members):
         optimizer = optimizers[numbers[0]]
         own = [tables[n] for n in numbers]
-        home = _store(store, i, own, numbers, optimizer, driver, seed)
+        home = _store(store, i, own, numbers, optimizer, driver, seed, fresh)
         if home.kind == "file" and home.trained.any():
             kept = int(np.bitwise_count(home.trained).sum())
             notes.append(
@@ -144,10 +145,17 @@ def make_groups(
 
 
 def _store(
-    spec: str, group: int, tables: Sequence[Table], numbers: Sequence[int], optimizer: Optimizer, driver: Driver, seed: int
+    spec: str,
+    group: int,
+    tables: Sequence[Table],
+    numbers: Sequence[int],
+    optimizer: Optimizer,
+    driver: Driver,
+    seed: int,
+    fresh: bool,
 ) -> Store:
     bases = np.concatenate([[0], np.cumsum([table.num_embeddings for table in tables])]).astype(np.int64)
     dim = tables[0].embedding_dim
     names = [table.name for table in tables]
     initializer = Initializer(bases, [table.init for table in tables], seed, dim, numbers, names)
-    return open_store(spec, group, tables, optimizer, initializer, driver, seed)
+    return open_store(spec, group, tables, optimizer, initializer, driver, seed, fresh)

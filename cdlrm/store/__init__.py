@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class Store(Protocol):
     num_rows: int
     dim: int
     state_width: int
+    initializer: Initializer
+    saved: Mapping[str, Any]
     trained: np.ndarray  # one bit a row, packed: was ever trained
     changed: np.ndarray  # one bit a row, packed: was trained since the last save
 
@@ -48,6 +50,9 @@ class Store(Protocol):
     def put(self, lo: int, weight: np.ndarray | None, state: np.ndarray | None) -> None:
         """Replace weights and/or state of the rows from `lo` on (float32, as `get` returns them)."""
 
+    def remember(self, key: str, value: object) -> None:
+        """Keep a small JSON value with the records; `saved` has what was kept when the store was opened."""
+
     def flush(self) -> None:
         """Make what was written durable, where that means anything."""
 
@@ -63,11 +68,15 @@ def open_store(
     initializer: Initializer,
     driver: Driver,
     seed: int,
+    fresh: bool = False,
 ) -> Store:
-    """The store of group number `group` with `tables`: `spec` is "ram" or "file:DIR"."""
+    """The store of group number `group` with `tables`: `spec` is "ram" or "file:DIR".
+
+    `fresh`: whatever the folder holds is discarded.
+    """
     rows, dim = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     if spec == "ram":
         return RamStore(rows, dim, optimizer.state_width(dim), optimizer.initial_state, initializer, driver)
     if isinstance(spec, str) and spec.startswith("file:") and len(spec) > len("file:"):
-        return FileStore(spec[len("file:") :], group, tables, optimizer, initializer, driver, seed)
+        return FileStore(spec[len("file:") :], group, tables, optimizer, initializer, driver, seed, fresh=fresh)
     raise ConfigError(f'store={spec!r}: must be "ram", or "file:DIR" for tables larger than the memory.')

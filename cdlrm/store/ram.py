@@ -8,6 +8,9 @@ touched, so memory is used only by rows that were written.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import numpy as np
 
 from ..driver.base import Driver
@@ -15,6 +18,24 @@ from ..initial import Initializer
 from . import bits
 
 PIECE_ROWS = 1 << 16
+
+
+class _Lazy:
+    """A float32 array in memory of its own that is used page by page as it is written.
+
+    NumPy asks for huge pages for large arrays, and then one scattered row costs 2 MiB.
+    """
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        count = shape[0] * shape[1]
+        self._map = mmap.mmap(-1, max(4 * count, 1))
+        self.array = np.frombuffer(self._map, np.float32, count).reshape(shape)
+
+    def use_huge_pages(self) -> None:
+        """All of it is about to be written."""
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them; only speed is lost
+                self._map.madvise(mmap.MADV_HUGEPAGE)
 
 
 class RamStore:
@@ -33,10 +54,11 @@ class RamStore:
         self.initial_state = np.float32(initial_state)
         self.initializer = initializer
         self.driver = driver
-        self.weight = driver.empty((num_rows, dim), np.float32)
-        self.state = driver.empty((num_rows, state_width), np.float32)
+        self._memory = [_Lazy((num_rows, dim)), _Lazy((num_rows, state_width))]
+        self.weight, self.state = (memory.array for memory in self._memory)
         self.trained = np.zeros(-(-num_rows // 8), np.uint8)
         self.changed = np.zeros(-(-num_rows // 8), np.uint8)
+        self.saved: dict[str, object] = {}
         self._complete = False
 
     @property
@@ -75,6 +97,8 @@ class RamStore:
         """Generate every row that was never trained, so that `weight` and `state` hold the whole table."""
         if self._complete:
             return
+        for memory in self._memory:
+            memory.use_huge_pages()
         for lo in range(0, self.num_rows, PIECE_ROWS):
             self._complete_range(lo, min(lo + PIECE_ROWS, self.num_rows))
         self._complete = True
@@ -110,6 +134,9 @@ class RamStore:
             if state is not None and self.state_width:
                 self.state[at:stop] = state[at - lo : stop - lo]
             self.mark(np.arange(at, stop, dtype=np.int64))
+
+    def remember(self, key: str, value: object) -> None:
+        """Nothing outlives the process."""
 
     def flush(self) -> None:
         """Memory is as durable as it gets."""
