@@ -30,12 +30,14 @@ class Store(Protocol):
     dim: int
     state_width: int
     initializer: Initializer
-    saved: Mapping[str, Any]
     trained: np.ndarray  # one bit a row, packed: was ever trained
     changed: np.ndarray  # one bit a row, packed: was trained since the last save
 
     @property
     def record_bytes(self) -> int: ...
+
+    @property
+    def saved(self) -> Mapping[str, Any]: ...
 
     def read(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> int:
         """Copy the records of `rows int64 [n]` to `weight[index]`, `state[index]` (index int32 [n]); returns

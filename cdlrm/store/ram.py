@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class RamStore:
         self.weight, self.state = (memory.array for memory in self._memory)
         self.trained = np.zeros(-(-num_rows // 8), np.uint8)
         self.changed = np.zeros(-(-num_rows // 8), np.uint8)
-        self.saved: dict[str, object] = {}
+        self.saved: dict[str, Any] = {}
         self._complete = False
 
     @property
