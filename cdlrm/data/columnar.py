@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any, Self
 
 import numpy as np
@@ -35,6 +36,7 @@ class ColumnarSource(FileSource):
 
     def _open(self, columns: dict[str, Any]) -> None:
         self._readers: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()  # of the opened files, which the fetching thread uses as well
         self._blocks: list[tuple[str, int]] = []
         self._rows: list[int | None] = []
         self._total = 0
@@ -102,7 +104,7 @@ class ColumnarSource(FileSource):
 
     def restricted(self, row_range: tuple[int, int | None], **changes: Any) -> Self:
         other = super().restricted(row_range, **changes)
-        other._readers = OrderedDict()  # another thread may read through it
+        other._readers, other._lock = OrderedDict(), Lock()  # another thread may read through it
         return other
 
     def num_blocks(self) -> int:
@@ -114,16 +116,20 @@ class ColumnarSource(FileSource):
     def block_rows(self, block: int) -> int:
         rows = self._rows[block]
         if rows is None:
-            file, index = self._blocks[block]
-            with self._reading(file):
-                rows = self._read(self._reader(file), index, [self.label]).num_rows
-            self._rows[block] = rows
+            rows = self._rows[block] = self._fetch(block, [self.label]).num_rows
         return rows
 
-    def read_block(self, block: int, lo: int, hi: int | None) -> tuple[Columns, int]:
+    def fetch_block(self, block: int) -> pa.Table | pa.RecordBatch:
+        """The block as Arrow has it; in another thread, Arrow decodes the next block while this one is converted."""
+        return self._fetch(block, [self.label, *self.dense, *self.sparse])
+
+    def _fetch(self, block: int, columns: list[str]) -> pa.Table | pa.RecordBatch:
         file, index = self._blocks[block]
-        with self._reading(file):
-            table = self._read(self._reader(file), index, [self.label, *self.dense, *self.sparse])
+        with self._lock, self._reading(file):
+            return self._read(self._reader(file), index, columns)
+
+    def read_block(self, block: int, lo: int, hi: int | None, fetched: Any = None) -> tuple[Columns, int]:
+        table = self.fetch_block(block) if fetched is None else fetched
         self._rows[block] = table.num_rows
         if lo or hi is not None:
             table = table.slice(lo, None if hi is None else hi - lo)

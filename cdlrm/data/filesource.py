@@ -27,6 +27,7 @@ class FileSource(Source):
     columns: what the format wants to know of its columns, see there.
     """
 
+    reads_ahead = True
     column_settings: tuple[str, ...] = ()
     """Names that the mapping `columns` may hold."""
 

@@ -9,7 +9,9 @@ stream is (block, row of the block), so that continuing reads no block twice and
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, NamedTuple, Self
 
 from cdlrm.data.batch import Batch
@@ -55,6 +57,7 @@ class Source:
     """
 
     format = ""
+    reads_ahead = False  # whether `fetch_block` does anything
     features: list[str]
     table_rows: list[int]
     num_dense: int
@@ -96,7 +99,11 @@ class Source:
         """Rows of a block, bad ones included; may have to read the file."""
         raise NotImplementedError
 
-    def read_block(self, block: int, lo: int, hi: int | None) -> tuple[Columns, int]:
+    def fetch_block(self, block: int) -> Any:
+        """The part of reading a block that another thread may do ahead; None if there is none."""
+        return None
+
+    def read_block(self, block: int, lo: int, hi: int | None, fetched: Any = None) -> tuple[Columns, int]:
         """Rows lo..hi-1 of a block without the bad ones, and how many bad ones were left out."""
         raise NotImplementedError
 
@@ -222,25 +229,27 @@ class Source:
         limit = self.limit_batches if self.limit_batches is not None else 2**63
         parts: list[Columns] = []  # the beginning of the next batch
         missing, skipped = self.batch_size, at.skipped
-        for place in range(at.block, len(pieces)):
-            if at.batch >= limit:
-                return
-            columns, bad = self._read_piece(pieces[order[place]], epoch)
-            self._skipped = skipped + bad
-            row = at.row if place == at.block else 0
-            while row < columns.rows:
-                end = min(row + missing, columns.rows)
-                parts.append(columns.slice(row, end))
-                missing, row = missing - (end - row), end
-                if missing:
-                    break
-                here = (place, row, skipped) if row < columns.rows else (place + 1, 0, skipped + bad)
-                at = self._advance(at, here, parts)
-                yield self._emit(parts, at)
-                parts, missing = [], self.batch_size
-                if at.batch >= limit:
-                    return
-            skipped += bad
+        if at.batch >= limit:
+            return
+        with closing(self._fetched([pieces[i] for i in order], at.block)) as stream:
+            for place, fetched in stream:
+                columns, bad = self._read_piece(pieces[order[place]], fetched, epoch)
+                del fetched  # its memory goes before the batches are handed out
+                self._skipped = skipped + bad
+                row = at.row if place == at.block else 0
+                while row < columns.rows:
+                    end = min(row + missing, columns.rows)
+                    parts.append(columns.slice(row, end))
+                    missing, row = missing - (end - row), end
+                    if missing:
+                        break
+                    here = (place, row, skipped) if row < columns.rows else (place + 1, 0, skipped + bad)
+                    at = self._advance(at, here, parts)
+                    yield self._emit(parts, at)
+                    parts, missing = [], self.batch_size
+                    if at.batch >= limit:
+                        return
+                skipped += bad
         if parts:
             at = self._advance(at, (len(pieces), 0, skipped), parts)
             yield self._emit(parts, at)
@@ -256,8 +265,26 @@ class Source:
             self.progress(at.rows_read, self.rows_total)
         return Columns.concat(parts).to_batch(self.features, at.batch - 1)
 
-    def _read_piece(self, piece: _Piece, epoch: int) -> tuple[Columns, int]:
-        columns, skipped = self.read_block(*piece)
+    def _fetched(self, pieces: Sequence[_Piece], first: int) -> Generator[tuple[int, Any], None, None]:
+        """Pieces from the `first` on with what `fetch_block` says of them, fetched one ahead by a thread that ends
+        with us."""
+        if not self.reads_ahead:
+            yield from ((place, None) for place in range(first, len(pieces)))
+            return
+        helper = ThreadPoolExecutor(1, thread_name_prefix="cdlrm-fetch")
+        try:
+            ahead = [helper.submit(self.fetch_block, piece.block) for piece in pieces[first : first + 1]]
+            for place in range(first, len(pieces)):
+                fetched = ahead.pop().result()
+                if place + 1 < len(pieces):
+                    ahead.append(helper.submit(self.fetch_block, pieces[place + 1].block))
+                yield place, fetched
+                del fetched
+        finally:
+            helper.shutdown(wait=True, cancel_futures=True)
+
+    def _read_piece(self, piece: _Piece, fetched: Any, epoch: int) -> tuple[Columns, int]:
+        columns, skipped = self.read_block(*piece, fetched)
         if self.shuffle:
             columns = columns.take(permutation(columns.rows, self.seed, epoch, piece.block + 1))
         return columns, skipped

@@ -75,8 +75,11 @@ class TsvSource(FileSource):
             rows = self._rows[block] = int(kernel.count_lines(self._lines(block)))
         return rows
 
-    def read_block(self, block: int, lo: int, hi: int | None) -> tuple[Columns, int]:
-        data = self._lines(block)
+    def fetch_block(self, block: int) -> np.ndarray:
+        return self._lines(block)
+
+    def read_block(self, block: int, lo: int, hi: int | None, fetched: Any = None) -> tuple[Columns, int]:
+        data = self._lines(block) if fetched is None else fetched
         lines = int(kernel.count_lines(data))
         self._rows[block] = lines
         rows = max(0, (lines if hi is None else min(hi, lines)) - lo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_continuing_reads_no_earlier_block(files: dict[str, str]) -> None:
     source.read_block = lambda block, *rest: (read.append(block), original(block, *rest))[1]  # type: ignore[method-assign]
     assert len(list(source)) == 2
     assert read == [4, 5]  # of 6 blocks: 100, 100, 50, 3, 100, 20 rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_thread_survives(kind: str, files: dict[str, str]) -> None:
+    def alive() -> list[str]:
+        return [t.name for t in threading.enumerate() if t.name.startswith("cdlrm-")]
+
+    source = make(kind, files, batch_size=10)
+    running = iter(source)
+    next(running)
+    running.close()  # type: ignore[attr-defined]
+    assert alive() == []
+    for batch in source:
+        if batch.index == 3:
+            break
+    del batch
+    assert alive() == []
+    list(source)
+    assert alive() == []
 
 
 def test_state_of_other_settings_is_refused(files: dict[str, str], tmp_path: Path) -> None:
