@@ -43,6 +43,7 @@ GROUPS = {
     "model": "Model: the DLRM",
     "training": "Training",
     "cache": "Cache: how much of the tables the device holds, and how far ahead it looks",
+    "checkpoint": "Checkpoints: to stop and to go on",
     "output": "Output",
 }
 
@@ -131,11 +132,23 @@ class TrainConfig:
     prefetch_depth: int = setting(
         1, "batches whose rows may be copied ahead of the batch that computes", group="cache", kind=int, low=0,
         high=64)
-    store: str = setting("ram", "where the tables live", group="cache", choices=("ram",))
+    store: str = setting(
+        "ram", "where the tables live: in memory, or in a file in folder DIR, for tables larger than the memory",
+        group="cache", metavar="ram|file:DIR")
     device: str = setting("auto", "where the cache and the model live", group="cache", choices=("auto", "cpu"))
     strict: bool = setting(
         False, "refuse a batch that needs more rows than the cache holds, instead of letting the cache grow",
         group="cache", kind=bool)
+
+    checkpoint_dir: str | None = setting(
+        None, "write checkpoints into this folder: every --checkpoint-every steps, at the end, and on Ctrl-C",
+        group="checkpoint", metavar="DIR")
+    checkpoint_every: int | None = setting(
+        None, "steps from one checkpoint to the next; default: only at the end and on Ctrl-C",
+        group="checkpoint", kind=int, low=1, metavar="N")
+    resume: bool = setting(
+        False, "go on from the newest checkpoint in --checkpoint-dir; the result is the same as without the stop",
+        group="checkpoint", kind=bool)
 
     metrics: bool = setting(True, "evaluate: AUC, log loss, normalized entropy, accuracy", group="output", kind=bool)
     progress: bool = setting(True, "the progress bar (on standard error)", group="output", kind=bool)
@@ -145,6 +158,9 @@ class TrainConfig:
     print_freq: int = setting(
         10, "steps between two updates of the loss that the progress bar shows", group="output", kind=int, low=1,
         metavar="N")
+    logdir: str | None = setting(
+        None, "also write the figures for TensorBoard into this folder (extra: cdlrm[tensorboard])", group="output",
+        metavar="DIR")
     json: str | None = setting(None, "also write the report to this file, as JSON", group="output", metavar="FILE")
     # fmt: on
 
@@ -167,6 +183,11 @@ class TrainConfig:
                 dashed(flag, value)
         if self.arch_interaction_itself and self.arch_interaction_op != "dot":
             raise ConfigError("--arch-interaction-itself: only --arch-interaction-op dot has pairs; leave it out.")
+        if self.store != "ram" and not (self.store.startswith("file:") and len(self.store) > len("file:")):
+            raise ConfigError(f"--store {self.store}: expected ram, or file:DIR for tables larger than the memory.")
+        for flag, given in (("--checkpoint-every", self.checkpoint_every), ("--resume", self.resume)):
+            if given and self.checkpoint_dir is None:
+                raise ConfigError(f"{flag} without --checkpoint-dir: name the folder of the checkpoints.")
         if self.test_data and not self.data:
             raise ConfigError("--test-data without --data: give the training data too.")
         if self.data and self.synthetic_rows:

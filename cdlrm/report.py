@@ -72,6 +72,9 @@ def render(report: Mapping[str, Any]) -> str:
     lines += ["Time, seconds (reading, planning and copying overlap with computing)"]
     lines += [_row(name.replace("_", " "), f"{seconds:.2f}") for name, seconds in report["seconds"].items()]
     lines += ["Memory", _row("peak", _size(report["memory"]["peak_bytes"]))]
+    if report["checkpoint"] is not None:
+        written = report["checkpoint"]["newest"] or "none: the run was stopped in the middle of a step"
+        lines += ["Checkpoint", _row("newest", written)]
     if report["data"].get("bad_rows"):
         lines += ["Data", _row("rows left out", f"{report['data']['bad_rows']:,} malformed")]
     if report["chosen"]:

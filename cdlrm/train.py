@@ -26,6 +26,7 @@ from .machine import package_version
 from .model import DLRM
 from .optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from .progress import Listener
+from .resuming import Checkpoints
 
 TABLE_OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": SGD,
@@ -34,6 +35,9 @@ TABLE_OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adam": Adam,
 }
 DENSE_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+
+PROGRESS = ("steps", "samples", "skipped", "epochs", "evaluations", "_loss", "_loss_sum", "_loss_samples")
+"""What a checkpoint says about the run, besides model, tables and position."""
 
 FIRST_EVALUATION_BATCHES = 32
 """How much of the test data the evaluation before training sees: it only shows where things start."""
@@ -56,6 +60,7 @@ class Trainer:
         self.config = config
         self.listener = listener or Listener()
         self.chosen: list[str] = []
+        self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
         self.data: Datasets = open_datasets(config, self.chosen)
         self.tables = build_tables(config, self.data, self.chosen)
         self.model = build_model(config, self.data, self.tables, self.chosen)
@@ -67,11 +72,18 @@ class Trainer:
         self.evaluations: list[dict[str, Any]] = []
         self.interrupted = False
         self._interrupt = Interrupt()
-        self._seconds = dict.fromkeys(("loop", "first_step", "forward_backward", "evaluation", "read", "stall"), 0.0)
-        self._first_samples = 0
+        self._seconds = dict.fromkeys(
+            ("loop", "first_step", "forward_backward", "evaluation", "checkpoint", "read", "stall"), 0.0
+        )
+        self._first_samples: int | None = None  # samples after the first step of this process
+        self._torn = False  # a step was left in its middle, by a second Ctrl-C
         self._loss: float | None = None
         self._loss_sum: Tensor | None = None
         self._loss_samples = 0
+        if self.checkpoints is not None:
+            self.checkpoints.position = self.data.train.state_dict()
+            if config.resume:
+                self._restore(self.checkpoints)
 
     def __enter__(self) -> Trainer:
         return self
@@ -88,21 +100,28 @@ class Trainer:
         started = time.perf_counter()
         try:
             with self._interrupt:
-                self.evaluate(limit=FIRST_EVALUATION_BATCHES)
-                self.listener.start(self._total_samples())
-                for epoch in range(self.config.nepochs):
-                    self._epoch(epoch)
-                    if self._interrupt.asked:
-                        break
-                else:
-                    self.evaluate()
+                self._train()
         except KeyboardInterrupt:
             self._interrupt.asked = True
         finally:
             self.listener.close()
         self.interrupted = self._interrupt.asked
         self.tables.flush()
+        if self.checkpoints is not None and not self._torn:
+            self._save()
         return self._report(time.perf_counter() - started)
+
+    def _train(self) -> None:
+        if self.steps == 0:
+            self.evaluate(limit=FIRST_EVALUATION_BATCHES)
+        self.listener.start(self._total_samples())
+        if self.samples:
+            self.listener.step(self.samples)
+        for epoch in range(self.data.train.epoch, self.config.nepochs):
+            self._epoch(epoch)
+            if self._interrupt.asked:
+                return
+        self.evaluate()
 
     def evaluate(self, limit: int | None = None) -> dict[str, Any] | None:
         """Metrics on the test data (its first `limit` batches); None without test data or with `--no-metrics`."""
@@ -130,7 +149,7 @@ class Trainer:
         return None if per_epoch is None else per_epoch * self.config.nepochs
 
     def _epoch(self, epoch: int) -> None:
-        config, started, evaluated = self.config, time.perf_counter(), self._seconds["evaluation"]
+        config, started, besides = self.config, time.perf_counter(), self._seconds_besides()
         self.data.train.set_epoch(epoch)
         batches = cdlrm.lookahead(
             self.model, self.data.train, horizon=config.horizon, prefetch_depth=config.prefetch_depth
@@ -139,7 +158,9 @@ class Trainer:
             for batch in batches:
                 with self._interrupt.step():
                     self._train_batch(epoch, batch)
-                if self.steps == 1:
+                if self.checkpoints is not None:
+                    self.checkpoints.position = batches.state_dict()
+                if self._first_samples is None:
                     self._first_samples, self._seconds["first_step"] = self.samples, time.perf_counter() - started
                 if self.steps % config.print_freq == 0:
                     self._figures(batches.stats(), time.perf_counter() - started)
@@ -147,21 +168,49 @@ class Trainer:
                     self.evaluate()
                 if self._interrupt.asked:
                     return
+                if config.checkpoint_every and self.steps % config.checkpoint_every == 0:
+                    with self._interrupt.step():
+                        self._save()
+                    if self._interrupt.asked:
+                        return
             self.epochs = epoch + 1
         finally:
             batches.close()
             ahead = batches.stats()
             self._seconds["read"] += ahead["seconds_read"]
             self._seconds["stall"] += ahead["seconds_stall"]
-            evaluating = self._seconds["evaluation"] - evaluated
-            self._seconds["loop"] += time.perf_counter() - started - evaluating
+            besides = self._seconds_besides() - besides
+            self._seconds["loop"] += time.perf_counter() - started - besides
+
+    def _seconds_besides(self) -> float:
+        """What is not training: it is left out of samples/s."""
+        return self._seconds["evaluation"] + self._seconds["checkpoint"]
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        started = time.perf_counter()
+        progress = {name: getattr(self, name) for name in PROGRESS}
+        self.checkpoints.save(self.model, self.dense_optimizer, progress)
+        self._seconds["checkpoint"] += time.perf_counter() - started
+
+    def _restore(self, checkpoints: Checkpoints) -> None:
+        try:
+            progress = checkpoints.load(self.model, self.dense_optimizer, self.data.train)
+        except BaseException:
+            self.close()
+            raise
+        for name in PROGRESS:
+            setattr(self, name, progress[name])
+        self.chosen.append(f"resumed: from {checkpoints.newest}, after step {self.steps:,}.")
 
     def _train_batch(self, epoch: int, batch: Batch) -> None:
         started = time.perf_counter()
+        self._torn = True
         try:
             self._step(batch)
         except NonFiniteGradientError as error:
             raise NonFiniteGradientError(f"batch {batch.index} of epoch {epoch}: {error}") from error
+        self._torn = False
         self.steps += 1
         self.samples += batch.size
         self._seconds["forward_backward"] += time.perf_counter() - started
@@ -214,7 +263,7 @@ class Trainer:
     def _samples_per_second(self) -> float | None:
         """Of all steps but the first, in which kernels are compiled; reading and waiting count, evaluation does not."""
         seconds = self._seconds["loop"] - self._seconds["first_step"]
-        return reporting.ratio(self.samples - self._first_samples, seconds)
+        return reporting.ratio(self.samples - (self._first_samples or 0), seconds)
 
     def _report(self, seconds_total: float) -> dict[str, Any]:
         self._take_loss()
@@ -244,7 +293,9 @@ class Trainer:
                 "update": stats["seconds_update"],
                 "stall": measured["stall"],
                 "evaluation": measured["evaluation"],
+                "checkpoint": measured["checkpoint"],
             },
+            "checkpoint": None if self.checkpoints is None else self.checkpoints.facts(),
             "memory": {"peak_bytes": reporting.peak_memory_bytes()},
             "data": self.data.counters(),
             "chosen": self.chosen,
@@ -269,6 +320,7 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
         strict=config.strict,
         seed=config.seed,
         nonfinite=config.nonfinite,
+        fresh_store=config.resume,  # the checkpoint says what the rows are
     )
     chosen.extend(collection.notes)
     if config.cache_rows is None:
