@@ -51,7 +51,7 @@ def _forward(calls: list[GroupCall], training: bool) -> list[np.ndarray]:
             group.driver.lookup(group.weight, each.call.slots, lookups, lookups.weights, matrix)
             group.counts.seconds_lookup += time.perf_counter() - started
         else:
-            group.settle()
+            group.settle_for_reading()
             with group.cache.pause():
                 slots, keep = group.reading_slots(lookups)
                 try:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .compiler import outside_compiler
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
 from .group import Group
@@ -53,6 +54,7 @@ class _OneTable(CachedModule):
             raise ConfigError(f"{kind}(dtype={settings['dtype']}): rows are float32; use torch.autocast around the model.")
         self.num_embeddings, self.embedding_dim = settings["num_embeddings"], settings["embedding_dim"]
         self.padding_idx = _padding(kind, settings["padding_idx"], self.num_embeddings)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = None, settings["norm_type"], False  # torch has them
         self._settings = settings
         self._no_optimizer = settings["optimizer"] is None
         joined = settings["_joined"]
@@ -141,6 +143,14 @@ class _OneTable(CachedModule):
         """A copy of the newest table, float32 [num_embeddings, embedding_dim]; see `TableWeight`."""
         return table_weight(self.table_weight(self._keys["weight"]))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise UsageError(
+                f"{type(self).__name__}.weight cannot be assigned: the table is no parameter; use "
+                f"module.set_weight(values) to replace its rows (tables cannot be tied to other layers)."
+            )
+        super().__setattr__(name, value)
+
     def set_weight(self, values: Tensor | np.ndarray) -> None:
         """Replace the table by float32 [num_embeddings, embedding_dim]; optimizer state stays."""
         self.set_table(self._keys["weight"], values)
@@ -208,6 +218,8 @@ def _integers(kind: str, name: str, value: Any) -> Tensor:
         value = torch.from_numpy(value)
     if not isinstance(value, Tensor):
         raise InputError(f"{kind}: {name} is a {type(value).__name__}; pass a tensor of int64 or int32.")
+    if value.is_nested:
+        raise InputError(f"{kind}: {name} is a nested tensor; pass its values() and offsets() with include_last_offset.")
     return value.cpu()
 
 
@@ -247,6 +259,7 @@ class EmbeddingBag(_OneTable):
         Other arguments as in the constructor."""
         return _pretrained(cls, embeddings, freeze, settings)
 
+    @outside_compiler
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """float32 [B, dim]: `input` int [B, N] (bags of N), or [L] with `offsets` int [B] (or [B+1] with
         include_last_offset); `per_sample_weights` float32 of input's shape, mode "sum" only.
@@ -313,8 +326,10 @@ class Embedding(_OneTable):
         super().set_table(name, weight)
         self._padding_row = None
 
+    @outside_compiler
     def forward(self, input: Tensor) -> Tensor:
         """float32 [*, dim] for `input` int [*] of any shape.  Raises InputError for what does not fit."""
+        input = _integers("Embedding", "input", input)
         shape = tuple(input.shape)
         values, offsets, _, size = self._arguments(input)
         out = self._pooled(values, offsets, None, size)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiler import outside_compiler
 from .errors import ConfigError, InputError
 from .fused import FusedOptimizer
 from .group import Group, feature_slots
@@ -87,6 +88,7 @@ class EmbeddingBagCollection(CachedModule):
 
     # --- forward ---
 
+    @outside_compiler
     def forward(self, features: Any) -> Tensor | dict[str, Tensor]:
         """Pooled rows, float32 [B, features, dim]; with mixed dims a dict feature -> [B, dim].
 

@@ -209,6 +209,13 @@ class Group:
         if not self.deferred and self.step is not None and self.step.graded and (force or not self.step.waiting()):
             self._apply(self.step)
 
+    def settle_for_reading(self) -> None:
+        """Apply what has come, since rows are read now.  An output that is merely kept alive must not hide
+        the update; a backward through it would make a second one, so it is refused from now on."""
+        if not self.deferred and self.step is not None and self.step.graded:
+            self.step.seal()
+            self._apply(self.step)
+
     def abandon(self) -> None:
         """End the look-ahead now: plans that were not executed never happened."""
         self.end()
@@ -241,7 +248,8 @@ class Group:
 
     def _on_demand(self, lookups: Lookups) -> Call:
         step = self.step
-        if step is not None and not step.graded and not step.waiting():
+        if step is not None and (step.used or not step.waiting()):  # a forward after a backward: another step
+            step.seal()
             self.end()
             step = None
         hold = 0 if step is None else step.batches
@@ -432,7 +440,7 @@ class Group:
 
     def flush(self) -> None:
         """Bring every record home: afterwards the store holds the newest values."""
-        self.settle()
+        self.settle_for_reading()
         if not self.resident:
             with self.cache.pause():
                 self.cache.flush()

@@ -2,6 +2,14 @@
 
 A module looks features up in groups.  Several modules may share a group (and so a cache and a plan).
 Rows are no parameters: they live in a store, are trained in a cache and updated in the backward pass.
+
+DistributedDataParallel must leave the anchors alone, since their gradients never come through autograd:
+
+    names = [name for name, _ in model.named_parameters() if name.split(".")[-1] == "anchor"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+It then averages the dense parameters only; each process trains its own rows, and nothing here makes
+those of several processes agree.
 """
 
 from __future__ import annotations
@@ -196,7 +204,16 @@ class CachedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CachedModule:
         """`.to()`, `.half()`, `.cuda()`, …: what changes nothing is done, the rest refused with the reason."""
-        probe = fn(torch.zeros(1))
+        before = torch.zeros(1)
+        try:
+            probe = fn(before)
+        except (AssertionError, RuntimeError) as error:  # no such device in this torch
+            raise UsageError(
+                f"{type(self).__name__} runs on the CPU in this version and cannot move elsewhere ({error}); move the "
+                f"other parts of the model, and its output."
+            ) from error
+        if before.is_shared():
+            self.share_memory()
         if probe.dtype != torch.float32:
             raise UsageError(
                 f"{type(self).__name__} keeps and trains its rows in float32 and cannot become {probe.dtype}; use "

@@ -39,6 +39,12 @@ class Call:
                 "second backward through the same embedding lookup: its update has been applied in the first one; "
                 "run the forward again, or add the losses and call backward once."
             )
+        if self.number < self.step.sealed:
+            raise UsageError(
+                "backward through an embedding lookup whose step has been updated: rows were read, or another forward "
+                "came, between the backward passes of that step; call them right after each other, or add the losses "
+                "and call backward once."
+            )
         if self.step.ended:
             raise UsageError(
                 f"backward after the end of its batch (batch {self.step.batch}): its rows may have left the cache; "
@@ -58,6 +64,7 @@ class Step:
     skip: bool = False  # a gradient was not finite: no update
     used: set[int] = field(default_factory=set)  # numbers of the calls whose gradient came
     graded: list[Call] = field(default_factory=list)
+    sealed: int = 0  # calls before this number get no gradient any more
     _waiting: list[weakref.ref[Call]] = field(default_factory=list)
     _calls: int = 0
 
@@ -78,6 +85,10 @@ class Step:
         self.used.add(call.number)
         if learns:
             self.graded.append(call)
+
+    def seal(self) -> None:
+        """The calls until now that have no gradient yet get none."""
+        self.sealed = self._calls
 
     def take(self) -> list[Call]:
         """The calls with a gradient, in the order of their forwards; they are updated now."""
