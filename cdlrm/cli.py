@@ -1,4 +1,4 @@
-"""The command line: `cdlrm train` and `cdlrm info`.
+"""The command line: `cdlrm train`, `eval`, `predict` and `info`.
 
 Exit codes: 0 done, 1 an error of the data or the run, 2 a flag or setting that cannot be right,
 130 interrupted.  Errors are one sentence on standard error; `--debug` shows the traceback too.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import GROUPS, TrainConfig, flag_of, suggestion
-from .errors import CdlrmError, ConfigError
+from .errors import CdlrmError, ConfigError, DataError
 
 TRAIN_ABOUT = """\
 Train a DLRM through a look-ahead cache, evaluate it, and print a report.
@@ -83,11 +83,20 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="cdlrm",
         description="Train large DLRM models through an exact look-ahead embedding cache.",
-        epilog="examples:\n  cdlrm train\n  cdlrm train --data 'logs/*.orc'\n  cdlrm info\n",
+        epilog="examples:\n  cdlrm train\n  cdlrm train --data 'logs/*.orc' --checkpoint-dir run\n"
+        "  cdlrm eval --checkpoint run --data day_2.orc\n  cdlrm info\n",
     )
     parser.add_argument("--version", action="version", version=f"cdlrm {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
+    _add_score(
+        commands, "eval", "metrics of a checkpoint on new files", run_eval,
+        "cdlrm eval --checkpoint run --data day_2.tsv --json metrics.json",
+    ).add_argument("--json", metavar="FILE", help="also write the result to this file, as JSON")  # fmt: skip
+    _add_score(
+        commands, "predict", "click probabilities of a checkpoint on new files, to Parquet", run_predict,
+        "cdlrm predict --checkpoint run --data 'new/*.parquet' --out probabilities.parquet",
+    ).add_argument("--out", metavar="FILE", help="the Parquet file to write: row, probability, label")  # fmt: skip
     info = commands.add_parser("info", help="versions, processor, memory, GPU support")
     info.add_argument("--json", action="store_true", help="as JSON")
     info.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -105,7 +114,31 @@ def _add_train(commands: Any) -> None:
     )
     train.set_defaults(command=run_train, parser=train)
     groups = {name: train.add_argument_group(*title.partition(": ")[::2]) for name, title in GROUPS.items()}
-    for field in dataclasses.fields(TrainConfig):
+    _add_settings(TrainConfig, groups)
+    output = groups["output"]
+    output.add_argument("--config", metavar="FILE", help="settings in YAML, by the flags' names; flags win over it")
+    output.add_argument("--print-config", action="store_true", help="print all settings as YAML, and stop")
+    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _add_score(commands: Any, name: str, about: str, command: Any, example: str) -> Any:
+    from .scoring_config import GROUPS as SCORE_GROUPS
+    from .scoring_config import ScoreConfig
+
+    parser = commands.add_parser(
+        name, usage=f"cdlrm {name} [flags]", help=about, description=about[0].upper() + about[1:] + ".",
+        epilog=f"example:\n  {example}\n",
+    )  # fmt: skip
+    parser.set_defaults(command=command, parser=parser)
+    groups = {key: parser.add_argument_group(title) for key, title in SCORE_GROUPS.items()}
+    _add_settings(ScoreConfig, groups)
+    groups["output"].add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return groups["output"]
+
+
+def _add_settings(settings: Any, groups: dict[str, Any]) -> None:
+    """A flag for every field of a dataclass of settings."""
+    for field in dataclasses.fields(settings):
         about = field.metadata
         text = about["help"].replace("%", "%%")
         if field.default is not None and about["kind"] is not bool:
@@ -119,10 +152,6 @@ def _add_train(commands: Any) -> None:
             options["metavar"] = about["metavar"] or choices or ("N" if about["kind"] is int else "X")
             options["nargs"] = "+" if about["many"] else None
         groups[about["group"]].add_argument(flag_of(field.name), *about["aliases"], **options)
-    output = groups["output"]
-    output.add_argument("--config", metavar="FILE", help="settings in YAML, by the flags' names; flags win over it")
-    output.add_argument("--print-config", action="store_true", help="print all settings as YAML, and stop")
-    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def run_train(found: argparse.Namespace) -> int:
@@ -134,9 +163,7 @@ def run_train(found: argparse.Namespace) -> int:
         return 0
     if config.json is not None:
         _check_writable(Path(config.json))
-    # OpenMP threads that spin while they wait take the cores from the threads that plan and copy (measured on two
-    # shared cores: five times slower).  It is read when torch is loaded, so it is set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _quiet_openmp()
     from .progress import Listener, ProgressBar
     from .report import jsonable, render
     from .train import train
@@ -144,9 +171,57 @@ def run_train(found: argparse.Namespace) -> int:
     report = train(config, ProgressBar() if config.progress else Listener())
     sys.stdout.write(render(report) + "\n")
     if config.json is not None:
-        text = json.dumps(jsonable(report), indent=2, allow_nan=False)
-        Path(config.json).write_text(text + "\n", encoding="utf-8")
+        _write_json(config.json, jsonable(report))
     return 130 if report["interrupted"] else 0
+
+
+def run_eval(found: argparse.Namespace) -> int:
+    _quiet_openmp()
+    config, file = _score_config(found), vars(found).get("json")
+    if file is not None:
+        _check_writable(Path(file))
+    from .progress import Listener, ProgressBar
+    from .report import jsonable
+    from .scoring import evaluate, render_evaluation
+
+    result = evaluate(config, ProgressBar(name="eval") if config.progress else Listener())
+    sys.stdout.write(render_evaluation(result) + "\n")
+    if file is not None:
+        _write_json(file, jsonable(result))
+    return 0
+
+
+def run_predict(found: argparse.Namespace) -> int:
+    _quiet_openmp()
+    config, out = _score_config(found), vars(found).get("out")
+    if out is None:
+        raise ConfigError("--out is missing: name the Parquet file to write.")
+    from .progress import Listener, ProgressBar
+    from .scoring import predict, render_prediction
+
+    result = predict(config, out, ProgressBar(name="predict") if config.progress else Listener())
+    sys.stdout.write(render_prediction(result) + "\n")
+    return 0
+
+
+def _score_config(found: argparse.Namespace) -> Any:
+    from .scoring_config import ScoreConfig
+
+    names = {field.name for field in dataclasses.fields(ScoreConfig)}
+    return ScoreConfig(**{name: value for name, value in vars(found).items() if name in names})
+
+
+def _quiet_openmp() -> None:
+    """OpenMP threads that spin while they wait take the cores from the threads that plan and copy (measured on two
+    shared cores: five times slower).  It is read when torch is loaded, so it is set before."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _write_json(file: str, value: Any) -> None:
+    try:
+        Path(file).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--json {file}: cannot be written ({error.strerror}).") from error
 
 
 def _check_writable(file: Path) -> None:

@@ -72,6 +72,13 @@ class TrainConfig:
     bad_rows: str = setting(
         "raise", "what a malformed row does: stop with an error, or be left out and counted",
         group="data", choices=("raise", "skip"))
+    label_column: str | None = setting(
+        None, "Parquet and ORC: the column of labels, 0 or 1; default: label", group="data", metavar="NAME")
+    dense_columns: list[str] | None = setting(
+        None, "Parquet and ORC: the columns of numbers; default: i1, i2, …", group="data", many=True, metavar="NAME")
+    sparse_columns: list[str] | None = setting(
+        None, "Parquet and ORC: the columns of ids, or of lists of ids; default: c1, c2, …", group="data", many=True,
+        metavar="NAME")
     shuffle: bool = setting(False, "shuffle the training rows in blocks, by (seed, epoch)", group="data", kind=bool)
 
     synthetic_rows: str | None = setting(
@@ -192,8 +199,16 @@ class TrainConfig:
             raise ConfigError("--test-data without --data: give the training data too.")
         if self.data and self.synthetic_rows:
             raise ConfigError("--synthetic-rows with --data: the files say what is in them; use --table-rows.")
+        for name in self.columns():
+            if not self.data:
+                raise ConfigError(f"{flag_of(name)} without --data: the synthetic columns have their names.")
         if self.table_rows and not self.data:
             raise ConfigError("--table-rows without --data: synthetic columns are described by --synthetic-rows.")
+
+    def columns(self) -> dict[str, Any]:
+        """The names of columns that were given."""
+        named = ("label_column", "dense_columns", "sparse_columns")
+        return {name: value for name in named if (value := getattr(self, name)) is not None}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> TrainConfig:
@@ -249,7 +264,7 @@ def checked(field: dataclasses.Field[Any], value: Any) -> Any:
     if about["many"]:
         files = [value] if isinstance(value, str) else value
         if not isinstance(files, (list, tuple)) or not files or not all(isinstance(f, str) and f for f in files):
-            raise ConfigError(f"{flag} {value!r}: expected one or more file names.")
+            raise ConfigError(f"{flag} {value!r}: expected one or more names.")
         return list(files)
     value = _typed(flag, about["kind"], value)
     if about["choices"] and value not in about["choices"]:

@@ -33,6 +33,11 @@ class Datasets:
             return rows
         return limit * self.train.batch_size if rows is None else min(rows, limit * self.train.batch_size)
 
+    def description(self) -> dict[str, Any]:
+        """What files must agree with to be scored by the trained model."""
+        ids = getattr(self.train, "ids", "rows")
+        return {"features": list(self.features), "num_dense": self.num_dense, "ids": ids}
+
     def counters(self) -> dict[str, Any]:
         """What reading counted, for the report: malformed rows that were left out."""
         test = 0 if self.test is None else self.test.skipped_rows
@@ -111,6 +116,7 @@ def _from_files(config: TrainConfig, chosen: list[str]) -> tuple[Source, Source 
         table_rows=DEFAULT_TABLE_ROWS if config.table_rows is None else config.table_rows,
         ids=config.ids or "hash",
         bad_rows=config.bad_rows,
+        columns=config.columns(),
     )
     if test is not None and (test.features, test.num_dense) != (train.features, train.num_dense):
         raise DataError(

@@ -32,8 +32,9 @@ class Listener:
 class ProgressBar(Listener):
     """A tqdm bar: samples/s, time left, loss, hit rate per distinct row, share of the time spent waiting."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, name: str = "train") -> None:
         self._stream = sys.stderr if stream is None else stream
+        self._name = name
         self._bar: Any = None
 
     def start(self, total_samples: int | None) -> None:
@@ -42,7 +43,7 @@ class ProgressBar(Listener):
         on_screen = self._stream.isatty()
         self._bar = tqdm(
             total=total_samples,
-            desc="train",
+            desc=self._name,
             unit=" samples",
             unit_scale=True,
             file=self._stream,

@@ -63,8 +63,8 @@ def render(report: Mapping[str, Any]) -> str:
         "Training",
         _row("steps", f"{training['steps']:,} of {training['mini_batch_size']:,} samples"),
         _row("samples", f"{training['samples']:,} in {training['epochs']:g} epoch(s)"),
-        _row("loss, last steps", _number(training["loss"], ".5f")),
-        _row("samples/s", f"{_number(training['samples_per_second'], ',.0f')} (first step, which compiles, left out)"),
+        _row("loss, last steps", number(training["loss"], ".5f")),
+        _row("samples/s", f"{number(training['samples_per_second'], ',.0f')} (first step, which compiles, left out)"),
     ]
     if training["skipped_steps"]:
         lines.append(_row("skipped steps", f"{training['skipped_steps']:,} with a non-finite loss or gradient"))
@@ -88,7 +88,7 @@ def _metrics(evaluations: list[dict[str, Any]]) -> list[str]:
     shown = evaluations if len(evaluations) <= 4 else [evaluations[0], *evaluations[-3:]]
     lines = ["Metrics".ljust(24) + "".join(f"{'step ' + format(e['step'], ','):>14}" for e in shown)]
     for key, name in METRICS.items():
-        lines.append("  " + name.ljust(22) + "".join(f"{_number(e[key], '.5f'):>14}" for e in shown))
+        lines.append("  " + name.ljust(22) + "".join(f"{number(e[key], '.5f'):>14}" for e in shown))
     lines.append("  " + "samples".ljust(22) + "".join(f"{e['samples']:>14,}" for e in shown))
     return lines
 
@@ -108,10 +108,10 @@ def _cache(cache: Mapping[str, Any]) -> list[str]:
         _row("hits", f"{cache['hits']:,} ({_percent(cache['hit_rate_per_distinct_row'])} of the distinct rows)"),
         _row("filled", f"{cache['fills']:,} rows, {_size(cache['bytes_filled'])}"),
         _row("written back", f"{cache['rows_written']:,} rows, {_size(cache['bytes_written'])}"),
-        _row("fills / MIN(0)", f"{_number(cache['fills_over_min0'], '.4f')} (MIN(0): the fewest that any cache moves)"),
+        _row("fills / MIN(0)", f"{number(cache['fills_over_min0'], '.4f')} (MIN(0): the fewest that any cache moves)"),
         _row(
             f"fills / MIN({cache['prefetch_depth']})",
-            f"{_number(cache['fills_over_mind'], '.4f')} (the fewest with prefetch depth {cache['prefetch_depth']})",
+            f"{number(cache['fills_over_mind'], '.4f')} (the fewest with prefetch depth {cache['prefetch_depth']})",
         ),
         *notes,
     ]
@@ -121,7 +121,8 @@ def _row(name: str, value: str) -> str:
     return "  " + name.ljust(22) + value
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """`value` in a format, or "-" where it is undefined."""
     return "-" if value is None or math.isnan(value) else format(value, form)
 
 

@@ -32,11 +32,13 @@ class Checkpoints:
     """
 
     def __init__(self, config: TrainConfig) -> None:
+        """`data`, for who loads the model without the training data, is to be set before the first save."""
         assert config.checkpoint_dir is not None
         self.config, self.directory = config, Path(config.checkpoint_dir)
         self.newest: Path | None = None
         self.resumed_from: str | None = None
         self.position: Any = None
+        self.data: dict[str, Any] = {}
         self._written = 0
         found = checkpoints(self.directory)
         if config.resume and not found:
@@ -77,7 +79,7 @@ class Checkpoints:
 
     def save(self, model: nn.Module, dense_optimizer: optim.Optimizer, progress: dict[str, Any]) -> None:
         """Write a checkpoint; the one before it is removed when it is complete."""
-        extra = {"config": self.config.to_mapping(), "progress": progress}
+        extra = {"config": self.config.to_mapping(), "progress": progress, "data": self.data}
         at = _Position(self.position)
         self.newest = save(self.directory, model, optimizers=[dense_optimizer], loader=at, extra=extra)
         self._written += 1

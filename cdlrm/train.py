@@ -82,6 +82,7 @@ class Trainer:
         self._loss_samples = 0
         if self.checkpoints is not None:
             self.checkpoints.position = self.data.train.state_dict()
+            self.checkpoints.data = self.data.description()
             if config.resume:
                 self._restore(self.checkpoints)
 

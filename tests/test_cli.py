@@ -116,7 +116,7 @@ def test_print_config_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture
         ("mini_batch_size: [1]", "whole number"),
         ("shuffle: maybe", "true or false"),
         ("seed: null", "expected a number"),
-        ("data: 3", "file names"),
+        ("data: 3", "one or more names"),
     ],
 )
 def test_bad_yaml(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
