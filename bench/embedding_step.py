@@ -8,9 +8,9 @@ Rivals (each spared what it does not need: ids merged beforehand, outputs not co
            fbgemm-gpu-cpu==1.8.0` beside torch 2.13.0); left out, and said so, where it does not import
   bags     26 x nn.EmbeddingBag(sparse=True) and one torch optimizer
   merged   one nn.EmbeddingBag(sparse=True) over all rows and a torch optimizer
-torch has no row-wise Adagrad; its Adagrad stands in.  The contestants take turns, step by step, in one process.
+torch has no row-wise Adagrad; its Adagrad stands in.  The contestants take turns in one process, a few steps each.
 
-    python bench/embedding_step.py [--rounds 30] [--out bench/results/embedding_step.jsonl]
+    python bench/embedding_step.py [--rounds 8] [--out bench/results/embedding_step.jsonl]
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 TABLES, ROWS, DIM, BATCH = 26, 100_000, 64, 2048
 BATCHES = 8  # distinct batches that a contestant cycles through
 LR = 0.01
-REST = 0.03  # seconds before each step: OpenMP threads spin for some ms after their work, on the next one's core
+REST = 0.03  # seconds before each block: OpenMP threads spin for some ms after their work, on the next one's core
+BLOCK, UNCOUNTED = 6, 2  # steps in a row, as in training; the first ones wake threads and fill caches
 Step = Callable[[int], None]
 
 
@@ -148,13 +149,14 @@ def measure(kind: str, per_bag: int, optimizer: str, rounds: int, names: list[st
     grad = torch.randn(BATCH, TABLES, DIM, generator=torch.Generator().manual_seed(0)) * 1e-3
     steps = {name: CONTESTANTS[name](ids, per_bag, optimizer, grad) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for k in range(rounds + 3):
+    for number in range(rounds + 1):
         for name, step in steps.items():
             time.sleep(REST)
-            begin = time.perf_counter()
-            step(k)
-            if k >= 3:
-                times[name].append((time.perf_counter() - begin) * 1e3)
+            for k in range(BLOCK):
+                begin = time.perf_counter()
+                step(number * BLOCK + k)
+                if number >= 1 and k >= UNCOUNTED:
+                    times[name].append((time.perf_counter() - begin) * 1e3)
     return times
 
 
@@ -199,7 +201,7 @@ def settings() -> Iterator[tuple[str, int, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=30, help="measured steps of each contestant")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant, of 4 measured steps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines to this file")
