@@ -86,16 +86,17 @@ class _PooledLookup(torch.autograd.Function):
             received.append((each, matrix))
         finite = _finite(ctx.module, received)
         weight_grads = _weight_grads(ctx, received)
+        if ctx.learns:
+            ctx.module.gradients_come()
         for each, matrix in _unscaled(ctx.module, received):
             assert each.call is not None
-            each.group.tell_scaler(finite)
             scaled = each.group.driver.scale_mean(each.lookups, matrix)
             if each.group.deferred:
                 each.call.owner = ctx.module
                 scaled = scaled.copy() if scaled is matrix else scaled  # autograd may use the memory again
             each.group.receive(each.call, scaled, each.lookups.weights, finite, ctx.learns)
         if ctx.learns:
-            ctx.module.gradients_came()
+            ctx.module.gradients_came(finite)
         return (None, None, None, None, *weight_grads)
 
 

@@ -36,7 +36,8 @@ class AppliedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "norm" in getattr(func, "__name__", ""):
+        name = getattr(func, "__name__", "")
+        if any(word in name for word in ("norm", "clamp", "clip")):
             raise UsageError(
                 "the rows of cdlrm tables were updated in the backward pass, so their gradients cannot be clipped any "
                 'more; make the module with update="step" and call its optimizer.step() after clipping, or clip the '
@@ -46,5 +47,52 @@ class AppliedGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def applied_gradient() -> AppliedGradient:
-    return torch.Tensor._make_subclass(AppliedGradient, torch.zeros(()))
+def applied_gradient(finite: bool) -> AppliedGradient:
+    """`finite=False`: the update was skipped, and a GradScaler that looks at the anchor shall see it."""
+    return torch.Tensor._make_subclass(AppliedGradient, torch.full((), 0.0 if finite else float("inf")))
+
+
+class WaitingGradient(Tensor):
+    """The anchor's gradient while row gradients wait for the optimizer's step: their norm.
+
+    What scales it (torch's clip_grad_norm_) scales the rows' gradients too; what could not be passed on to
+    them is refused.  `unscaled`: the module has divided by its GradScaler's scale, so that an optimizer
+    which holds the anchor as well must not do it again.
+    """
+
+    unscaled = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        mine = [g for g in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(g, WaitingGradient)]
+        order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+        if mine and (_not_passed_on(name) or ("norm" in name and order not in (2, 2.0, None, "fro"))):
+            raise UsageError(
+                f"{name}: the gradients of cdlrm rows wait as one number, their 2-norm, which may only be scaled; use "
+                f"torch.nn.utils.clip_grad_norm_ with norm_type=2, or change the dense parameters' gradients only."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            kept = [(g, g.clone()) for g in mine if g.unscaled and name == _UNSCALE]
+            out = func(*args, **kwargs)
+            for gradient, value in kept:
+                gradient.copy_(value)
+        return out
+
+
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_SCALING = ("mul_", "div_", "zero_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_", "__imul__", "__itruediv__",
+            "requires_grad_", "detach_", _UNSCALE)  # fmt: skip
+
+
+def _not_passed_on(name: str) -> bool:
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem"))
+    return in_place and name not in _SCALING
+
+
+def waiting_gradient(norm: float, unscaled: bool) -> WaitingGradient:
+    out = torch.Tensor._make_subclass(WaitingGradient, torch.tensor(norm))
+    out.unscaled = unscaled
+    return out

@@ -283,6 +283,7 @@ class Group:
         step = call.step
         step.receive(call, grad, weights, learns)
         step.skip = step.skip or not finite
+        self.tell_scaler()
         if not self.deferred and not step.waiting():
             self._apply(step)
 
@@ -292,43 +293,53 @@ class Group:
 
     def forget_gradients(self) -> None:
         """Deferred: drop the gradients that wait for the optimizer's step."""
-        self.accumulated = []
+        self.rescale_gradients(lambda call: None)
+
+    def rescale_gradients(self, scales: Callable[[Call], float | None]) -> None:
+        """Deferred: each waiting call's gradient times its scale (None: dropped)."""
+        calls, dropped = self.waiting_calls(), False
+        for call in calls:
+            scale = scales(call)
+            if scale is None:
+                call.grad, dropped = None, True
+            elif scale != 1.0 and call.grad is not None:
+                call.grad = call.grad * np.float32(scale)
+        if not dropped:
+            return
+        self.counts.skipped_steps += any(call.step.skip for call in calls)  # a GradScaler did not call `step`
+        for call in calls:
+            call.step.skip = False
+        self.accumulated = [call for call in self.accumulated if call.grad is not None]
         if self.step is not None:
-            self.step.take()
-            self.step.skip = False
+            self.step.graded = [call for call in self.step.graded if call.grad is not None]
 
     def step_now(self, scales: Callable[[Call], float | None]) -> None:
         """Deferred: one update with all gradients since the last; each call's times its scale (None: dropped)."""
+        if any(call.step.skip for call in self.waiting_calls()):
+            self.forget_gradients()
+            return
+        self.rescale_gradients(scales)
         earlier, self.accumulated = self.accumulated, []
         step = self.step
         calls = earlier + ([] if step is None else step.take())
-        skip = any(call.step.skip for call in calls)
-        for call in calls:
-            call.step.skip = False
-            scale = scales(call)
-            if scale is None:
-                call.grad = None
-            elif scale != 1.0 and call.grad is not None:
-                call.grad = call.grad * np.float32(scale)
-        calls = [call for call in calls if call.grad is not None]
-        if skip:
-            self.counts.skipped_steps += 1
-        elif calls:
-            segments = None if earlier or step is None else step.planned_segments(calls)
-            held = self._holding
-            try:
-                if earlier:  # rows of ended batches may be anywhere
-                    slots = self._borrow(np.concatenate([call.lookups.rows for call in calls]))
-                    segments = self.driver.build_segments(slots, self._scratch())
-                self._update(calls, segments)
-            finally:
-                if not held:
-                    self._release()
+        if not calls:
+            return
+        segments = None if earlier or step is None else step.planned_segments(calls)
+        held = self._holding
+        try:
+            if earlier:  # rows of ended batches may be anywhere
+                slots = self._borrow(np.concatenate([call.lookups.rows for call in calls]))
+                segments = self.driver.build_segments(slots, self._scratch())
+            self._update(calls, segments)
+        finally:
+            if not held:
+                self._release()
 
-    def tell_scaler(self, finite: bool) -> None:
+    def tell_scaler(self) -> None:
         """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
+        skip = (self.step is not None and self.step.skip) or any(call.step.skip for call in self.waiting_calls())
         for parameter in self.hyper.get("params", ()):
-            parameter.grad = torch.full((), 0.0 if finite else float("inf"))
+            parameter.grad = torch.full((), float("inf") if skip else 0.0)
 
     def _apply(self, step: Step) -> None:
         """One update with all gradients that have come."""

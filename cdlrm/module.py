@@ -26,7 +26,7 @@ from .ahead import Lookahead, lookahead
 from .autograd import GroupCall, pooled_lookup
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
-from .gradient import applied_gradient, squared_norm
+from .gradient import applied_gradient, squared_norm, waiting_gradient
 from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten
 from .placement import available_bytes
@@ -93,24 +93,37 @@ class CachedModule(nn.Module):
 
     # --- updates that wait for the optimizer's step ---
 
-    def gradients_came(self) -> None:
+    def gradients_came(self, finite: bool) -> None:
         """A backward pass is through.  With `update="step"` the anchor's gradient becomes the norm of this
         module's row gradients, so that what is done to it (torch's clip_grad_norm_, a GradScaler) counts
         for the rows too; with updates in the backward pass it is `AppliedGradient`."""
         if not self.groups[0].deferred:
-            self.anchor.grad = applied_gradient()
+            self.anchor.grad = applied_gradient(finite or self.grad_scaler is None)
             return
         squares = 0.0
         for group in self.groups:
             squares += squared_norm(group.driver, [c for c in group.waiting_calls() if c.owner is self], group.dim)
         self._norm = math.sqrt(squares)
-        self.anchor.grad = torch.tensor(self._norm)
+        self.anchor.grad = waiting_gradient(self._norm, self.grad_scaler is not None and self.grad_scaler.is_enabled())
+
+    def gradients_come(self) -> None:
+        """Before another backward pass adds to the row gradients that wait: what was done to the anchor's
+        gradient since they came (clipped, zeroed) is done to them, and not to the new ones."""
+        if not self.groups[0].deferred:
+            return
+        scale = self.gradient_scale()
+        for group in self.groups:
+            if scale != 1.0:
+                group.rescale_gradients(lambda call: scale if call.owner is self else 1.0)
 
     def gradient_scale(self) -> float | None:
         """By what the gradients of this module were scaled since they came; None: they were dropped."""
         if self.anchor.grad is None:
             return None
-        return 1.0 if self._norm == 0.0 else float(self.anchor.grad) / float(np.float32(self._norm))
+        now, came = float(self.anchor.grad), float(np.float32(self._norm))
+        if now == came or came == 0.0:
+            return 1.0
+        return None if now == 0.0 else now / came
 
     # --- tables as a whole ---
 

@@ -70,6 +70,10 @@ def replace_embeddings(
     """
     check_cache_settings(cache_rows, cache_ratio)
     found = _find(model, min_rows, skip)
+    if isinstance(optimizer, Mapping):
+        unknown = sorted(set(optimizer) - {path for path, _ in model.named_modules(remove_duplicate=False)})
+        if unknown:
+            raise ConfigError(f"optimizer: the model has no module {unknown[0]!r}; name its modules by their paths.")
     tables, optimizers = [], []
     for path, module in found.items():
         tables.append(Table(path, module.num_embeddings, module.embedding_dim, pooling=getattr(module, "mode", "sum")))
@@ -105,13 +109,14 @@ def replace_embeddings(
 
 def _find(model: nn.Module, min_rows: int, skip: Sequence[str]) -> dict[str, Any]:
     """Path -> module of what is to be replaced; each module once."""
-    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    by_path = dict(model.named_modules(remove_duplicate=False))
     for path in skip:
-        if path not in paths:
+        if path not in by_path:
             raise ConfigError(f"skip={path!r}: the model has no such module.")
+    skipped = {id(by_path[path]) for path in skip}  # a module may have several paths
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
-        if isinstance(module, _KINDS) and path not in skip and module.num_embeddings >= min_rows:
+        if isinstance(module, _KINDS) and id(module) not in skipped and module.num_embeddings >= min_rows:
             if path == "":
                 raise ConfigError(
                     "the model is itself an embedding; use cdlrm.EmbeddingBag.from_pretrained or cdlrm.Embedding instead."

@@ -1,0 +1,398 @@
+"""Gradient accumulation, clipping and GradScaler: as torch's, or refused with a sentence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dropin import OPTIMIZERS, close, relative, torch_optimizer, twins
+from oracle import Oracle
+from scenarios import same_bits
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import cdlrm
+from cdlrm import UsageError
+
+ROWS, DIM = 40, 4
+
+
+class Model(nn.Module):
+    """A bag, a table and a dense part; `forward` of ids [B, 3] gives [B, 1]."""
+
+    def __init__(self, bag: nn.Module, table: nn.Module) -> None:
+        super().__init__()
+        self.bag, self.table = bag, table
+        torch.manual_seed(0)
+        self.dense = nn.Linear(2 * DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.dense(torch.cat([self.bag(ids), torch.tanh(self.table(ids[:, 0]))], 1))
+
+
+class Trainer:
+    """The optimizers of a model: ours has one for each of its modules, torch's one for both tables."""
+
+    def __init__(self, model: Model, spec: Any, ours: bool) -> None:
+        self.model, self.ours = model, ours
+        self.dense = torch.optim.SGD(model.dense.parameters(), lr=0.1)
+        tables = [model.bag, model.table]
+        if ours:
+            self.rows: list[Any] = [module.optimizer for module in tables]
+        else:
+            self.rows = [torch_optimizer(spec, [module.weight]) for module in tables]
+
+    @property
+    def all(self) -> list[Any]:
+        return [self.dense, *self.rows]
+
+    def step(self) -> None:
+        for each in self.all:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.all:
+            each.zero_grad()
+
+
+def pair(name: str = "sgd", update: str = "step", sparse: bool = True, **cache: Any) -> tuple[Trainer, Trainer]:
+    spec = OPTIMIZERS[name]
+    own = {"optimizer": spec, "update": update, "cache_rows": 16, **cache}
+    bags, tables = (twins(kind, ROWS, DIM, own, sparse=sparse) for kind in ("EmbeddingBag", "Embedding"))
+    return Trainer(Model(bags[0], tables[0]), spec, True), Trainer(Model(bags[1], tables[1]), spec, False)
+
+
+def batches(count: int, size: int = 4) -> list[Tensor]:
+    rng = np.random.default_rng(3)
+    return [torch.from_numpy(np.minimum(rng.zipf(1.3, (size, 3)) - 1, ROWS - 1)) for _ in range(count)]
+
+
+def ids_of(model: Model) -> Any:
+    return lambda ids: {model.bag: ids, model.table: ids[:, 0]}
+
+
+def ahead(trainer: Trainer, loader: Iterable[Tensor], depth: int = 1) -> Iterable[Tensor]:
+    if not trainer.ours:
+        return loader
+    return cdlrm.lookahead(trainer.model, loader, ids=ids_of(trainer.model), horizon=6, prefetch_depth=depth)
+
+
+def same(ours: Trainer, theirs: Trainer, limit: float = 1e-5) -> None:
+    a, b = ours.model, theirs.model
+    for mine, reference in ((a.bag, b.bag), (a.table, b.table), (a.dense, b.dense)):
+        assert relative(mine.weight, reference.weight) <= limit
+    for module in (a.bag, a.table):
+        assert module.stats()["unannounced"] == 0
+        module.check()
+
+
+def accumulate(trainer: Trainer, k: int, look: bool, clip: float | None = None, steps: int = 30) -> list[float]:
+    norms = []
+    loader = batches(k * steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, ids in enumerate(ahead(trainer, loader) if look else loader):
+            (trainer.model(ids).square().mean() / k).backward()
+            if (i + 1) % k == 0:
+                if clip is not None:
+                    norms.append(float(clip_grad_norm_(trainer.model.parameters(), clip)))
+                trainer.step()
+                trainer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_accumulation_over_micro_batches(name: str, look: bool, k: int) -> None:
+    """The cache holds less than the rows of k batches, so rows leave before their update comes."""
+    ours, theirs = pair(name)
+    for trainer in (ours, theirs):
+        accumulate(trainer, k, look)
+    same(ours, theirs)
+    if k > 1:
+        assert ours.model.bag.stats()["evicts"] > 0
+    assert ours.model.bag.stats()["grows"] == 0
+
+
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize(("clip", "binds"), [(0.05, True), (1e3, False)])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_clip_grad_norm(look: bool, clip: float, binds: bool, k: int, name: str) -> None:
+    ours, theirs = pair(name, sparse=False)  # dense gradients, whose norm torch can tell
+    mine, reference = (accumulate(trainer, k, look, clip) for trainer in (ours, theirs))
+    np.testing.assert_allclose(mine, reference, rtol=1e-5)
+    assert (max(reference) > clip) == binds
+    same(ours, theirs)
+
+
+def test_clipping_between_micro_batches_clips_what_has_come() -> None:
+    ours, theirs = pair(sparse=False)
+    for trainer in (ours, theirs):
+        for i, ids in enumerate(batches(24)):
+            trainer.model(ids).square().mean().backward()
+            clip_grad_norm_(trainer.model.parameters(), 0.1)
+            if i % 3 == 2:
+                trainer.step()
+                trainer.zero_grad()
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("foreach", [False, True, None])
+def test_clipping_with_a_dense_optimizer_that_holds_the_anchors(foreach: bool | None) -> None:
+    ours, theirs = pair(sparse=False)
+    for trainer in (ours, theirs):
+        if trainer.ours:
+            trainer.dense = torch.optim.SGD(trainer.model.parameters(), lr=0.1, foreach=foreach)
+        for ids in batches(12):
+            trainer.model(ids).square().mean().backward()
+            clip_grad_norm_(trainer.model.parameters(), 0.1, foreach=foreach)
+            trainer.step()
+            trainer.zero_grad()
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ["modules", "model", "set to zero"])
+def test_zero_grad_drops_what_waits(how: str) -> None:
+    ours, theirs = pair()
+    for trainer in (ours, theirs):
+        for i, ids in enumerate(batches(20)):
+            trainer.model(ids).square().mean().backward()
+            if i % 4 == 1:  # thrown away
+                if how == "modules":
+                    trainer.zero_grad()
+                else:
+                    trainer.model.zero_grad(set_to_none=how == "model")
+            if i % 4 == 3:
+                trainer.step()
+                trainer.zero_grad()
+    same(ours, theirs)
+
+
+def test_nothing_is_updated_before_step() -> None:
+    ours, _ = pair()
+    before = ours.model.bag.weight.clone()
+    ours.model(batches(1)[0]).sum().backward()
+    assert torch.equal(ours.model.bag.weight, before)
+    with torch.no_grad():
+        ours.model(batches(1)[0])
+    ours.step()
+    assert not torch.equal(ours.model.bag.weight, before)
+    after = ours.model.bag.weight.clone()
+    ours.step()  # used up
+    assert torch.equal(ours.model.bag.weight, after)
+
+
+def test_other_ways_to_clip_are_refused() -> None:
+    ours, _ = pair()
+    ours.model(batches(1)[0]).sum().backward()
+    for wrong in (
+        lambda p: clip_grad_value_(p, 0.1),
+        lambda p: clip_grad_value_(p, 0.1, foreach=True),
+        lambda p: clip_grad_norm_(p, 0.1, norm_type=1.0),
+        lambda p: clip_grad_norm_(p, 0.1, norm_type=float("inf")),
+        lambda p: [each.grad.add_(1.0) for each in p],
+        lambda p: [each.grad.sign_() for each in p],
+    ):
+        with pytest.raises(UsageError, match="2-norm") as caught:
+            wrong([ours.model.bag.anchor, ours.model.table.anchor])
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("clip", [lambda p: clip_grad_norm_(p, 0.1), lambda p: clip_grad_value_(p, 0.1),
+                                  lambda p: clip_grad_value_(p, 0.1, foreach=True)])  # fmt: skip
+def test_clipping_after_updates_in_the_backward_pass_is_refused(clip: Any) -> None:
+    ours, _ = pair(update="backward")
+    ours.model(batches(1)[0]).sum().backward()
+    with pytest.raises(UsageError, match='update="step"'):
+        clip(ours.model.parameters())
+    clip_grad_norm_(ours.model.dense.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_accumulation_has_the_bits_of_one_large_batch(look: bool) -> None:
+    """k micro-batches, then a step: the oracle's one update from k calls."""
+    for name, spec in OPTIMIZERS.items():
+        module = cdlrm.EmbeddingBag(ROWS, DIM, mode="sum", optimizer=spec, update="step", cache_rows=13)
+        oracle = Oracle([cdlrm.Table("t", ROWS, DIM)], spec)
+        oracle.weights[0] = module.weight.numpy().copy()
+        rng = np.random.default_rng(1)
+        grads = []
+        loader = batches(12)
+        for i, ids in enumerate(module.lookahead(loader, horizon=4) if look else loader):
+            values, offsets = ids.reshape(-1).numpy(), np.arange(5) * 3
+            same_bits(module(ids), oracle.forward({"t": (values, offsets, None)})[:, 0], f"{name} {i}")
+            grads.append(rng.standard_normal((4, 1, DIM)).astype(np.float32))
+            out = module(ids) if i == 0 and not look else None  # a call without a backward takes no part
+            last = module(ids) if not look else None
+            del out
+            (last if last is not None else module(ids)).backward(torch.from_numpy(grads[-1][:, 0].copy()))
+            if i % 3 == 2:
+                oracle.backward(*grads)
+                module.optimizer.step()
+                grads = []
+        same_bits(module.weight.clone(), oracle.weight("t"), name)
+        module.check()
+
+
+# --- one module, several calls in a step ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("look", [False, True])
+def test_several_calls_of_one_module_make_one_update(name: str, update: str, look: bool) -> None:
+    """As in DIN: candidate and history read one table.  The bits are the oracle's."""
+    spec = OPTIMIZERS[name]
+    module = cdlrm.Embedding(ROWS, DIM, optimizer=spec, update=update, cache_rows=20)
+    oracle = Oracle([cdlrm.Table("t", ROWS, DIM)], spec)
+    oracle.weights[0] = module.weight.numpy().copy()
+    rng = np.random.default_rng(4)
+    loader = [(ids[:, 0], ids) for ids in batches(20)]
+    steps = cdlrm.lookahead(module, loader, ids=lambda b: [b[0], b[1]], horizon=5) if look else loader
+    for candidate, history in steps:
+        expected = [oracle.forward({"t": (ids.reshape(-1).numpy(), None, None)})[:, 0] for ids in (candidate, history)]
+        outs = [module(candidate), module(history)]
+        grads = [rng.standard_normal(tuple(out.shape)).astype(np.float32) for out in outs]
+        for out, reference in zip(outs, expected, strict=True):
+            same_bits(out.reshape(-1, DIM), reference, "forward")
+        torch.autograd.backward(outs, [torch.from_numpy(g.copy()) for g in grads])
+        oracle.backward(*[g.reshape(-1, 1, DIM) for g in grads])
+        if update == "step":
+            module.optimizer.step()
+            module.optimizer.zero_grad()
+    same_bits(module.weight.clone(), oracle.weight("t"), "weight")
+    for key, value in module.table_state("Embedding").items():
+        same_bits(value.reshape(ROWS, -1), oracle.state("t")[key].reshape(ROWS, -1), key)
+    assert module.stats()["unannounced"] == 0
+    if name == "adam":
+        assert int(module.groups[0].table_steps[0]) == 20
+    module.check()
+
+
+def test_several_calls_train_as_torchs() -> None:
+    ours, theirs = twins("Embedding", ROWS, DIM, {"optimizer": OPTIMIZERS["adam"], "cache_rows": 20})
+    update = torch_optimizer(OPTIMIZERS["adam"], theirs.parameters())
+    for ids in batches(50):
+        for module in (ours, theirs):
+            candidate, history = module(ids[:, :1]), module(ids)
+            torch.softmax((candidate * history).sum(-1), 1).square().sum().backward()
+        update.step()
+        update.zero_grad()
+    assert relative(ours.weight, theirs.weight) <= 1e-5
+
+
+# --- GradScaler -------------------------------------------------------------------------------------
+
+
+def scaled_training(
+    trainer: Trainer, look: bool, poison: set[int], k: int = 1, clip: float | None = None, one: bool = False
+) -> tuple[list[float], int]:
+    """Scales after each step, and steps that left the rows alone.  `poison`: micro-batches with an inf."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+    model = trainer.model
+    if trainer.ours:
+        model.bag.grad_scaler = model.table.grad_scaler = scaler
+    scales, still = [], 0
+    loader = batches(24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, ids in enumerate(ahead(trainer, loader) if look else loader):
+            before = model.bag.weight.detach().clone()
+            loss = model(ids).square().mean() / k
+            scaler.scale(loss * (float("inf") if i in poison else 1.0)).backward()
+            if (i + 1) % k == 0:
+                optimizers = [trainer.dense] if one else trainer.all
+                if clip is not None:
+                    for each in optimizers:
+                        scaler.unscale_(each)
+                    clip_grad_norm_(model.parameters(), clip)
+                for each in optimizers:
+                    scaler.step(each)
+                scaler.update()
+                trainer.zero_grad()
+                scales.append(scaler.get_scale())
+                still += torch.equal(model.bag.weight, before) if i not in poison or k > 1 else 1
+    return scales, still
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_grad_scaler(update: str, look: bool, name: str) -> None:
+    poison = {2, 3, 11}
+    ours, theirs = pair(name, update=update)
+    mine, reference = (scaled_training(trainer, look, poison) for trainer in (ours, theirs))
+    assert mine == reference and len(set(mine[0])) > 2
+    same(ours, theirs)
+    for module in (ours.model.bag, ours.model.table):
+        assert module.stats()["skipped_steps"] == len(poison)
+
+
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+@pytest.mark.parametrize("poison", [set(), {0}, {1, 2}, {7, 18}])
+def test_grad_scaler_with_accumulation_and_clipping(look: bool, name: str, poison: set[int]) -> None:
+    """An inf in any of the micro-batches skips the whole step, wherever it came."""
+    ours, theirs = pair(name, sparse=False)
+    mine, reference = (scaled_training(trainer, look, poison, k=3, clip=0.05) for trainer in (ours, theirs))
+    assert mine == reference
+    same(ours, theirs)
+    expected = len({i // 3 for i in poison})
+    assert ours.model.bag.stats()["skipped_steps"] == expected
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_grad_scaler_with_one_optimizer_for_all_parameters(clip: float | None) -> None:
+    """The dense optimizer holds the anchors too (`model.parameters()`): nothing is unscaled twice."""
+    ours, theirs = pair(sparse=False)
+    ours.dense = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    for trainer in (ours, theirs):
+        scaled_training(trainer, False, {2, 9}, k=3, clip=clip)
+    same(ours, theirs)
+
+
+def test_the_scaler_sees_a_skipped_step_through_the_anchor_alone() -> None:
+    """update="backward", one torch optimizer over model.parameters(), and no step of the module's optimizer."""
+    ours, theirs = pair(update="backward", sparse=False)
+    ours.dense = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    theirs.dense = torch.optim.SGD(theirs.model.parameters(), lr=0.1)
+    mine, reference = (scaled_training(trainer, False, {2, 3, 11}, one=True) for trainer in (ours, theirs))
+    assert mine == reference
+    same(ours, theirs)
+
+
+def test_a_disabled_scaler_changes_nothing() -> None:
+    ours, theirs = pair()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    ours.model.bag.grad_scaler = ours.model.table.grad_scaler = scaler
+    for trainer in (ours, theirs):
+        for ids in batches(10):
+            scaler.scale(trainer.model(ids).square().mean()).backward()
+            for each in trainer.all:
+                scaler.step(each)
+            scaler.update()
+            trainer.zero_grad()
+    same(ours, theirs)
+
+
+def test_non_finite_gradients_without_a_scaler() -> None:
+    for update in ("backward", "step"):
+        module = cdlrm.EmbeddingBag(8, 3, optimizer=cdlrm.SGD(lr=0.1), update=update)
+        before = module.weight.clone()
+        with pytest.raises(cdlrm.NonFiniteGradientError, match="nothing was updated"):
+            (module(torch.tensor([[1, 2]])) * float("inf")).sum().backward()
+        skipping = cdlrm.EmbeddingBag(8, 3, optimizer=cdlrm.SGD(lr=0.1), update=update, nonfinite="skip")
+        (skipping(torch.tensor([[1, 2]])) * float("nan")).sum().backward()
+        skipping.optimizer.step()
+        assert skipping.stats()["skipped_steps"] == 1
+        close(skipping.weight, before)
+        close(module.weight, before)
+        skipping(torch.tensor([[1, 2]])).sum().backward()
+        skipping.optimizer.step()
+        assert not torch.equal(skipping.weight, before)
