@@ -8,7 +8,8 @@ Rivals (each spared what it does not need: ids merged beforehand, outputs not co
            fbgemm-gpu-cpu==1.8.0` beside torch 2.13.0); left out, and said so, where it does not import
   bags     26 x nn.EmbeddingBag(sparse=True) and one torch optimizer
   merged   one nn.EmbeddingBag(sparse=True) over all rows and a torch optimizer
-torch has no row-wise Adagrad; its Adagrad stands in.  The contestants take turns in one process, a few steps each.
+torch has no row-wise Adagrad; its Adagrad stands in.  `--optimizers adagrad adam` measures these two (Adam is
+torch's SparseAdam); FBGEMM has neither of them on the CPU.  The contestants take turns in one process, a few steps each.
 
     python bench/embedding_step.py [--rounds 8] [--out bench/results/embedding_step.jsonl]
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -64,7 +66,9 @@ def ours(ids: list[list[torch.Tensor]], per_bag: int, optimizer: str, grad: torc
     import cdlrm
 
     tables = [cdlrm.Table(f"t{t}", ROWS, DIM) for t in range(TABLES)]
-    spec = {"sgd": cdlrm.SGD, "rowwise_adagrad": cdlrm.RowWiseAdagrad}[optimizer](lr=LR)
+    spec = {
+        "sgd": cdlrm.SGD, "rowwise_adagrad": cdlrm.RowWiseAdagrad, "adagrad": cdlrm.Adagrad, "adam": cdlrm.Adam,
+    }[optimizer](lr=LR)  # fmt: skip
     module = cdlrm.EmbeddingBagCollection(tables, optimizer=spec, cache_rows="auto", device="cpu")
     offsets = None if per_bag == 1 else offsets_of(per_bag, BATCH)
     batches = [{f"t{t}": (values, offsets) for t, values in enumerate(batch)} for batch in ids]
@@ -85,7 +89,7 @@ def fbgemm(ids: list[list[torch.Tensor]], per_bag: int, optimizer: str, grad: to
 
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)] * TABLES,
-        optimizer=EmbOptimType.EXACT_SGD if optimizer == "sgd" else EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        optimizer={"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}[optimizer],
         learning_rate=LR,
         eps=1e-8,
     )
@@ -101,7 +105,8 @@ def fbgemm(ids: list[list[torch.Tensor]], per_bag: int, optimizer: str, grad: to
 
 
 def torch_optimizer(optimizer: str, parameters: Any) -> torch.optim.Optimizer:
-    return (torch.optim.SGD if optimizer == "sgd" else torch.optim.Adagrad)(parameters, lr=LR)
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.SparseAdam}
+    return kinds.get(optimizer, torch.optim.Adagrad)(parameters, lr=LR)
 
 
 def new_bag(rows: int) -> torch.nn.EmbeddingBag:
@@ -192,8 +197,11 @@ def about_machine(threads: int) -> dict[str, Any]:
     }
 
 
-def settings() -> Iterator[tuple[str, int, str]]:
-    for optimizer in ("sgd", "rowwise_adagrad"):
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+
+
+def settings(optimizers: list[str]) -> Iterator[tuple[str, int, str]]:
+    for optimizer in optimizers:
         for kind in ("uniform", "zipf"):
             for per_bag in (1, 10):
                 yield kind, per_bag, optimizer
@@ -204,6 +212,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant, of 4 measured steps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--optimizers", nargs="*", choices=OPTIMIZERS, default=list(OPTIMIZERS[:2]))
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -214,10 +223,12 @@ def main() -> None:
         except (ImportError, OSError) as error:
             names.remove("fbgemm")
             print(f"fbgemm is left out: {error}", file=sys.stderr)
-    for kind, per_bag, optimizer in settings():
-        times = measure(kind, per_bag, optimizer, arguments.rounds, names)
+    for kind, per_bag, optimizer in settings(arguments.optimizers):
+        able = [name for name in names if name != "fbgemm" or optimizer in OPTIMIZERS[:2]]
+        load = os.getloadavg()[0]  # of others, before
+        times = measure(kind, per_bag, optimizer, arguments.rounds, able)
         line = {"bench": "embedding_step", "ids": kind, "per_bag": per_bag, "optimizer": optimizer,
-                **summarise(times), **about_machine(arguments.threads)}  # fmt: skip
+                **summarise(times), "load_before": round(load, 2), **about_machine(arguments.threads)}  # fmt: skip
         print(json.dumps(line), flush=True)
         if arguments.out is not None:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
