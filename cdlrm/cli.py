@@ -118,6 +118,7 @@ def _add_train(commands: Any) -> None:
     output = groups["output"]
     output.add_argument("--config", metavar="FILE", help="settings in YAML, by the flags' names; flags win over it")
     output.add_argument("--print-config", action="store_true", help="print all settings as YAML, and stop")
+    output.add_argument("--dry-run", action="store_true", help="print how much memory the run will use, and stop")
     output.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
@@ -164,6 +165,8 @@ def run_train(found: argparse.Namespace) -> int:
     if config.json is not None:
         _check_writable(Path(config.json))
     _quiet_openmp()
+    if found.dry_run:
+        return _dry_run(config)
     from .progress import Listener, ProgressBar
     from .report import jsonable, render
     from .train import train
@@ -173,6 +176,16 @@ def run_train(found: argparse.Namespace) -> int:
     if config.json is not None:
         _write_json(config.json, jsonable(report))
     return 130 if report["interrupted"] else 0
+
+
+def _dry_run(config: TrainConfig) -> int:
+    from .memory_plan import plan_memory, render_plan
+
+    plan = plan_memory(config)
+    sys.stdout.write(render_plan(plan) + "\n")
+    if config.json is not None:
+        _write_json(config.json, plan)
+    return 0
 
 
 def run_eval(found: argparse.Namespace) -> int:

@@ -71,7 +71,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines += _cache(cache)
     lines += ["Time, seconds (reading, planning and copying overlap with computing)"]
     lines += [_row(name.replace("_", " "), f"{seconds:.2f}") for name, seconds in report["seconds"].items()]
-    lines += ["Memory", _row("peak", _size(report["memory"]["peak_bytes"]))]
+    lines += ["Memory", _row("peak", size(report["memory"]["peak_bytes"]))]
     if report["checkpoint"] is not None:
         written = report["checkpoint"]["newest"] or "none: the run was stopped in the middle of a step"
         lines += ["Checkpoint", _row("newest", written)]
@@ -106,8 +106,8 @@ def _cache(cache: Mapping[str, Any]) -> list[str]:
         _row("rows", f"{cache['cache_rows']:,} of {cache['table_rows']:,} ({_percent(share)})"),
         _row("lookups", f"{cache['lookups']:,}, distinct in their batch {cache['distinct']:,}"),
         _row("hits", f"{cache['hits']:,} ({_percent(cache['hit_rate_per_distinct_row'])} of the distinct rows)"),
-        _row("filled", f"{cache['fills']:,} rows, {_size(cache['bytes_filled'])}"),
-        _row("written back", f"{cache['rows_written']:,} rows, {_size(cache['bytes_written'])}"),
+        _row("filled", f"{cache['fills']:,} rows, {size(cache['bytes_filled'])}"),
+        _row("written back", f"{cache['rows_written']:,} rows, {size(cache['bytes_written'])}"),
         _row("fills / MIN(0)", f"{number(cache['fills_over_min0'], '.4f')} (MIN(0): the fewest that any cache moves)"),
         _row(
             f"fills / MIN({cache['prefetch_depth']})",
@@ -130,7 +130,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """`count` bytes in the unit that suits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

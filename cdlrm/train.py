@@ -56,12 +56,14 @@ class Trainer:
     samples, NonFiniteGradientError as `nonfinite` says.  Ctrl-C ends the run after the current step.
     """
 
-    def __init__(self, config: TrainConfig, listener: Listener | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, listener: Listener | None = None, *, data: Datasets | None = None
+    ) -> None:
         self.config = config
         self.listener = listener or Listener()
         self.chosen: list[str] = []
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
-        self.data: Datasets = open_datasets(config, self.chosen)
+        self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
         self.tables = build_tables(config, self.data, self.chosen)
         self.model = build_model(config, self.data, self.tables, self.chosen)
         self.dense_optimizer = DENSE_OPTIMIZERS[config.dense_optimizer](

@@ -1,0 +1,306 @@
+"""`cdlrm train --dry-run`: how much memory a run will use, without training it or allocating its tables.
+
+Two things are added up.
+
+* What grows with the tables is computed: the store, the cache, the planner's 8 bytes a row, the MIN counter's 4, the
+  slots' descriptions.  A table in memory that is cached is used page by page: only pages with a row that some batch
+  uses count.  So the ids of one epoch's batches are read (at most COUNTED_BATCHES) and marked, one bit a row.
+* What does not is measured: a rehearsal trains some batches, and evaluates some, of the same data with the same
+  settings on tables cut to SMALL_ROWS rows, in this process, and its peak is taken.  That is the interpreter with
+  its libraries, the window of batches read ahead, plans, the MLPs with their gradients, activations, and threads.
+
+The peak is what `getrusage` calls maximum resident set size, as in the report of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import report as reporting
+from .config import TrainConfig
+from .data import Batch, Source
+from .datasets import Datasets, open_datasets
+from .plan.planner import shards_for
+from .store import bits
+from .train import TABLE_OPTIMIZERS, Trainer
+
+SMALL_ROWS = 512
+COUNTED_BATCHES = 4096
+REHEARSED_BATCHES = 256
+TEST_BATCHES = 32
+HUGE, PAGE = 2 << 20, 4096
+AUC_BYTES = 100  # a test sample, while the area under the curve is computed (measured)
+PIECE_ROWS = 1 << 20
+
+
+@dataclasses.dataclass
+class Layout:
+    """What the tables' memory depends on; bytes of a row's weights and of its state, slots of the cache."""
+
+    rows: list[int]
+    weight_bytes: int
+    state_bytes: int
+    slots: int
+    resident: bool
+    in_file: bool
+
+    @property
+    def total_rows(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def record_bytes(self) -> int:
+        return self.weight_bytes + self.state_bytes
+
+
+@dataclasses.dataclass
+class Use:
+    """What the batches of a run use: batches counted, one bit for each row used, rows of the largest batch."""
+
+    batches: int
+    complete: bool  # all batches of the run were counted
+    trained: np.ndarray
+    rows: int
+    largest: int
+
+
+def plan_memory(config: TrainConfig) -> dict[str, Any]:
+    """The plan as a mapping; all sizes in bytes.  Raises what opening the data and the settings would raise.
+
+    `parts`: name -> bytes, together `total_bytes`; `tables`: name, rows, store_bytes, metadata_bytes of each;
+    `most_bytes`: the total if every row is trained; `batches`, `batches_counted`, `notes`.
+    """
+    notes: list[str] = []
+    data = open_datasets(config, notes)
+    layout = _layout(config, data.table_rows)
+    small = _layout(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
+    rehearsal = _rehearse(config, data, small)
+    use = count(open_datasets(config, []).train, data.table_rows)
+    everything = dataclasses.replace(use, trained=np.full(-(-layout.total_rows // 8), 255, np.uint8))
+    parts = _parts(config, layout, use)
+    parts["data, MLPs and libraries"] = max(rehearsal - sum(_full(config, small).values()), 0)
+    if config.metrics and data.test is not None:
+        beyond = (data.test.rows_total or 0) - TEST_BATCHES * data.test.batch_size
+        parts["metrics"] = AUC_BYTES * max(beyond, 0)
+    total = sum(parts.values())
+    most = total + sum(_parts(config, layout, everything).values()) - sum(_parts(config, layout, use).values())
+    if not use.complete and most > total:
+        notes.append(
+            f"rows used: counted over {use.batches:,} batches, a part of the run; later batches may use more, up to "
+            "the second total."
+        )
+    if layout.slots < use.largest:
+        notes.append(
+            f"cache: a batch needs {use.largest:,} rows, more than the {layout.slots:,} of the cache, which will grow."
+        )
+    return {
+        "tables": _tables(layout, use, data.features),
+        "parts": parts,
+        "total_bytes": total,
+        "most_bytes": total if use.complete else most,
+        "batches_counted": use.batches,
+        "complete": use.complete,
+        "rows": layout.total_rows,
+        "rows_used": use.rows,
+        "cache_rows": layout.slots,
+        "record_bytes": layout.record_bytes,
+        "store": config.store,
+        "file_bytes": layout.total_rows * layout.record_bytes if layout.in_file else 0,
+        "resident": layout.resident,
+        "notes": notes,
+    }
+
+
+def _layout(config: TrainConfig, rows: list[int]) -> Layout:
+    """As `cdlrm.placement` decides."""
+    total, dim = sum(rows), config.arch_sparse_feature_size
+    state = TABLE_OPTIMIZERS[config.optimizer](lr=1.0).state_width(dim)
+    slots = -(-total * config.cache_ratio // 1) if config.cache_rows is None else min(config.cache_rows, total)
+    slots, in_file = int(max(slots, 1)), config.store != "ram"
+    resident = slots >= total and not in_file
+    if not resident:
+        shards = shards_for(slots)
+        slots = -(-slots // shards) * shards
+    return Layout(rows, 4 * dim, 4 * state, slots, resident, in_file)
+
+
+# --- measured ---
+
+
+class _Cut:
+    """A source whose ids are taken modulo SMALL_ROWS, so that small tables will do; at most `limit` batches."""
+
+    def __init__(self, source: Source, rows: list[int], limit: int) -> None:
+        self._source, self._rows, self._limit = source, dict(zip(source.features, rows, strict=True)), limit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self._source):
+            if number == self._limit:
+                return
+            for name, jagged in batch.sparse.items():
+                jagged.values.remainder_(self._rows[name])
+            yield batch
+
+
+def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> int:
+    """Peak memory after training and evaluating some batches on small tables."""
+    steps = min(config.horizon + config.prefetch_depth + 16, REHEARSED_BATCHES)
+    test = None if data.test is None else _Cut(data.test, small.rows, TEST_BATCHES)
+    cut = Datasets(
+        _Cut(data.train, small.rows, steps),  # type: ignore[arg-type]
+        test,  # type: ignore[arg-type]
+        data.features, data.num_dense, small.rows,
+    )  # fmt: skip
+    log, level = logging.getLogger("cdlrm"), logging.getLogger("cdlrm").level
+    with tempfile.TemporaryDirectory(prefix="cdlrm-dry-run-") as folder:
+        settings = dataclasses.replace(
+            config, nepochs=1, test_freq=None, resume=False, logdir=None,
+            cache_rows=small.total_rows if small.resident else max(small.total_rows - 1, 1),
+            store=f"file:{Path(folder) / 'tables'}" if small.in_file else "ram",
+            checkpoint_dir=str(Path(folder) / "kept") if config.checkpoint_dir else None, strict=False,
+        )  # fmt: skip
+        log.setLevel(logging.ERROR)  # the small cache may have to grow
+        try:
+            with Trainer(settings, data=cut) as trainer:
+                trainer.run()
+        finally:
+            log.setLevel(level)
+    return reporting.peak_memory_bytes()
+
+
+# --- counted ---
+
+
+def count(source: Source, rows: list[int]) -> Use:
+    """Read the ids of an epoch's batches, at most COUNTED_BATCHES, and mark the rows that they use."""
+    bases = dict(zip(source.features, np.cumsum([0, *rows[:-1]]), strict=True))
+    trained, largest, batches, complete = np.zeros(-(-sum(rows) // 8), np.uint8), 0, 0, True
+    for batch in source:
+        if batches == COUNTED_BATCHES:
+            complete = False
+            break
+        ids = np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
+        bits.mark(trained, trained, ids)
+        if batches < REHEARSED_BATCHES:  # the largest of some is near the largest of all
+            largest = max(largest, int(np.unique(ids).size))
+        batches += 1
+    return Use(batches, complete, trained, int(np.bitwise_count(trained).sum()), largest)
+
+
+def _pages(trained: np.ndarray, lo: int, hi: int, row_bytes: int, page: int) -> int:
+    """Pages of `page` bytes that hold a used row of [lo, hi), where a row has `row_bytes`."""
+    if row_bytes == 0:
+        return 0
+    found, before = 0, -1
+    for at in range(lo, hi, PIECE_ROWS):
+        stop = min(at + PIECE_ROWS, hi)
+        flags = np.unpackbits(trained[at >> 3 : (stop + 7) >> 3], bitorder="little")
+        used = np.flatnonzero(flags[at & 7 : (at & 7) + stop - at]) + at
+        if used.size:
+            first, last = used * row_bytes // page, (used * row_bytes + row_bytes - 1) // page
+            span = np.maximum(last - np.maximum(first, np.concatenate([[before], last[:-1]]) + 1) + 1, 0)
+            found, before = found + int(span.sum()), int(last[-1])
+    return found
+
+
+# --- computed ---
+
+
+def _huge(setting: str) -> bool:
+    """Whether the kernel gives huge pages to memory that asks for them ("madvise") or to all ("always")."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "[always]" in text or (setting == "madvise" and "[madvise]" in text)
+
+
+def _store_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
+    """Memory of the records of the rows [lo, hi)."""
+    if layout.in_file:
+        return 0
+    if layout.resident:
+        return (hi - lo) * layout.record_bytes
+    page = HUGE if _huge("always") else PAGE
+    return sum(page * _pages(use.trained, lo, hi, size, page) for size in (layout.weight_bytes, layout.state_bytes))
+
+
+def _row_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
+    """Memory of what is known of each of the rows [lo, hi)."""
+    flags = (hi - lo) // 4  # trained, changed: a bit each
+    if layout.resident:
+        return flags + 4 * (hi - lo)  # stamps
+    page = HUGE if _huge("madvise") else PAGE  # NumPy asks for huge pages
+    return flags + sum(min(page * _pages(use.trained, lo, hi, size, page), size * (hi - lo)) for size in (8, 4))
+
+
+def _parts(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:
+    everything = (0, layout.total_rows)
+    parts = {"store": _store_bytes(layout, use, *everything), "metadata of rows": _row_bytes(layout, use, *everything)}
+    if layout.resident:
+        return parts
+    slots = max(layout.slots, use.largest)
+    # the first evaluation makes room for its rows behind the cache, and that writes all of it
+    filled = slots if config.metrics else min(slots, use.rows)
+    parts["cache"] = filled * layout.record_bytes
+    shards = shards_for(layout.slots)
+    order = 8 * shards * (1 << (2 * (-(-slots // shards)) + 1).bit_length())
+    parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 8 * use.batches * use.largest)
+    parts["moving"] = 12 * min(slots, use.rows)  # lists of what is written at the end
+    if slots > layout.slots or (config.resume and config.metrics):
+        parts["cache, while it grows"] = filled * layout.record_bytes
+    return parts
+
+
+def _full(config: TrainConfig, layout: Layout) -> dict[str, int]:
+    """The parts of small tables of which everything is used."""
+    trained = np.full(-(-layout.total_rows // 8), 255, np.uint8)
+    return _parts(config, layout, Use(1, True, trained, layout.total_rows, 0))
+
+
+def _tables(layout: Layout, use: Use, features: list[str]) -> list[dict[str, Any]]:
+    bases = np.cumsum([0, *layout.rows]).tolist()
+    return [
+        {
+            "name": name, "rows": hi - lo, "store_bytes": _store_bytes(layout, use, lo, hi),
+            "metadata_bytes": _row_bytes(layout, use, lo, hi),
+        }
+        for name, lo, hi in zip(features, bases[:-1], bases[1:], strict=True)
+    ]  # fmt: skip
+
+
+def render_plan(plan: dict[str, Any]) -> str:
+    """The plan as text."""
+    size = reporting.size
+    title = "Memory plan (dry run: nothing was trained)"
+    lines = [title, "=" * len(title)]
+    lines.append(f"  {'table':<22}{'rows':>14}{'store':>14}{'metadata':>14}")
+    for table in plan["tables"]:
+        shown = f"{size(table['store_bytes']):>14}{size(table['metadata_bytes']):>14}"
+        lines.append(f"  {table['name']:<22}{table['rows']:>14,}{shown}")
+    lines.append("Memory of the run")
+    for name, count in plan["parts"].items():
+        lines.append(f"  {name:<36}{size(count):>14}")
+    lines.append(f"  {'total, at the peak':<36}{size(plan['total_bytes']):>14}")
+    if plan["most_bytes"] > plan["total_bytes"]:
+        lines.append(f"  {'total, if every row is used':<36}{size(plan['most_bytes']):>14}")
+    if plan["file_bytes"]:
+        lines.append(f"On disk, at most: {size(plan['file_bytes'])} in {plan['store']}")
+    where = "all resident" if plan["resident"] else f"{plan['cache_rows']:,} of them cached"
+    lines.append(
+        f"{plan['rows']:,} rows of {plan['record_bytes']} bytes, {where}; {plan['rows_used']:,} are used by the "
+        f"{plan['batches_counted']:,} batches counted."
+    )
+    if plan["notes"]:
+        lines += ["Chosen automatically", *(f"  - {sentence}" for sentence in plan["notes"])]
+    return "\n".join(lines)

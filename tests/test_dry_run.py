@@ -1,0 +1,87 @@
+"""`cdlrm train --dry-run`: the plan agrees with the peak of the real run within 5 %, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdlrm import memory_plan
+from cdlrm.cli import main
+from cdlrm.config import TrainConfig
+from cdlrm.datasets import open_datasets
+from cdlrm.memory_plan import HUGE, PAGE, count
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ["--synthetic-rows", "4000000-3000000-2000000-100000-1000", "--num-batches", "24", "--horizon", "8", "--no-progress"]
+RUNS = {
+    "resident": ["--cache-ratio", "1", "--no-metrics"],
+    "cached": ["--cache-ratio", "0.1", "--arch-sparse-feature-size", "32", "--synthetic-zipf", "0.9"],
+    "file": ["--cache-ratio", "0.25", "--arch-sparse-feature-size", "32", "--store", "file:tables"],
+}
+
+
+def cdlrm_train(folder: Path, *flags: str) -> str:
+    """Run in a process of its own, whose peak is the run's."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "cdlrm", "train", *flags]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_real_peak_agrees_within_5_percent(name: str, tmp_path: Path) -> None:
+    text = cdlrm_train(tmp_path, *ROWS, *RUNS[name], "--dry-run", "--json", "plan.json")
+    assert "Memory plan (dry run: nothing was trained)" in text and "c1" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    plan: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    cdlrm_train(tmp_path, *ROWS, *RUNS[name], "--json", "report.json")
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert plan["total_bytes"] == pytest.approx(report["memory"]["peak_bytes"], rel=0.05)
+    assert plan["cache_rows"] == report["cache"]["cache_rows"]
+    own = plan["total_bytes"] - plan["parts"]["data, MLPs and libraries"]
+    assert own == sum(plan["parts"].values()) - plan["parts"]["data, MLPs and libraries"]
+    assert own > 300 * 2**20  # large enough to matter
+
+
+def test_pages_are_counted_as_touched() -> None:
+    random = np.random.default_rng(0)
+    for size in (4, 12, 64, 132, 5000):
+        rows = np.unique(random.integers(0, 9000, 300))
+        flags = np.zeros(9000, bool)
+        flags[rows] = True
+        trained = np.packbits(flags, bitorder="little")
+        for lo, hi in ((0, 9000), (1003, 7777)):
+            pages: set[int] = set()
+            for row in rows[(rows >= lo) & (rows < hi)].tolist():
+                pages |= set(range(row * size // PAGE, (row * size + size - 1) // PAGE + 1))
+            assert memory_plan._pages(trained, lo, hi, size, PAGE) == len(pages)
+    assert memory_plan._pages(trained, 0, 9000, 0, HUGE) == 0
+
+
+def test_used_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(synthetic_rows="300-50-7", mini_batch_size=64, num_batches=5)
+    data = open_datasets(config, [])
+    expected = {
+        (name, row) for batch in open_datasets(config, []).train for name, j in batch.sparse.items()
+        for row in j.values.tolist()
+    }  # fmt: skip
+    use = count(data.train, data.table_rows)
+    assert (use.rows, use.batches, use.complete) == (len(expected), 5, True)
+    monkeypatch.setattr(memory_plan, "COUNTED_BATCHES", 3)
+    use = count(open_datasets(config, []).train, data.table_rows)
+    assert (use.batches, use.complete) == (3, False)
+
+
+def test_wrong_flags_are_noticed_by_the_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", "--data", "none.orc"]) == 1
+    assert "none.orc" in capsys.readouterr().err
+    assert main(["train", "--dry-run", "--arch-mlp-bot", "7-8-16"]) == 2
+    assert "13 dense columns" in capsys.readouterr().err
