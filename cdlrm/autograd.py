@@ -90,6 +90,7 @@ class _PooledLookup(torch.autograd.Function):
             ctx.module.gradients_come()
         for each, matrix in _unscaled(ctx.module, received):
             assert each.call is not None
+            each.group.scaler_known = ctx.module.grad_scaler is not None
             scaled = each.group.driver.scale_mean(each.lookups, matrix)
             if each.group.deferred:
                 each.call.owner = ctx.module

@@ -30,26 +30,55 @@ def squared_norm(driver: Driver, calls: list[Call], dim: int) -> float:
     return float(np.einsum("ij,ij->", sums, sums, dtype=np.float64))
 
 
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_APPLIED = (
+    "the rows of cdlrm tables were updated in the backward pass, so their gradients cannot be clipped any more; make "
+    'the module with update="step" and call its optimizer.step() after clipping, or clip the dense parameters only.'
+)
+_NO_ROWS = (
+    "the parameters of a cdlrm optimizer are no rows, so there is nothing to clip in them; clip model.parameters() of "
+    'a model whose modules were made with update="step".'
+)
+
+
 class AppliedGradient(Tensor):
-    """The anchor's gradient after an update in the backward pass: 0 for optimizers, but it has no norm,
-    since clipping gradients that have been applied already would silently clip nothing."""
+    """Stands for row gradients that torch's tools cannot change: 0 for optimizers, infinity after a step
+    that a GradScaler shall see as skipped.  It has no norm, since clipping it would silently clip nothing.
+
+    `scaler_known`: whether the module was given its GradScaler, and so has divided by the scale.
+    """
+
+    sentence = _APPLIED
+    scaler_known = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        mine = _among(args, AppliedGradient)
         if any(word in name for word in ("norm", "clamp", "clip")):
+            raise UsageError(mine[0].sentence if mine else _APPLIED)
+        if name == _UNSCALE and not all(gradient.scaler_known for gradient in mine):
             raise UsageError(
-                "the rows of cdlrm tables were updated in the backward pass, so their gradients cannot be clipped any "
-                'more; make the module with update="step" and call its optimizer.step() after clipping, or clip the '
-                "dense parameters only."
+                "a GradScaler is in use, but a cdlrm module was not given it, so its rows have seen scaled gradients; "
+                "set module.grad_scaler = scaler before the first step."
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
-def applied_gradient(finite: bool) -> AppliedGradient:
-    """`finite=False`: the update was skipped, and a GradScaler that looks at the anchor shall see it."""
-    return torch.Tensor._make_subclass(AppliedGradient, torch.full((), 0.0 if finite else float("inf")))
+def _among(args: Any, kind: type) -> list[Any]:
+    """The tensors of a class in a function's first argument, which may be a list."""
+    first = args[0] if args else None
+    return [item for item in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(item, kind)]
+
+
+def applied_gradient(finite: bool, scaler_known: bool, of_optimizer: bool = False) -> AppliedGradient:
+    """For an anchor, or (`of_optimizer`) for the parameters of a FusedOptimizer."""
+    out = torch.Tensor._make_subclass(AppliedGradient, torch.full((), 0.0 if finite else float("inf")))
+    out.scaler_known = scaler_known
+    if of_optimizer:
+        out.sentence = _NO_ROWS
+    return out
 
 
 class WaitingGradient(Tensor):
@@ -66,8 +95,7 @@ class WaitingGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        first = args[0] if args else None
-        mine = [g for g in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(g, WaitingGradient)]
+        mine = _among(args, WaitingGradient)
         order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
         if mine and (_not_passed_on(name) or ("norm" in name and order not in (2, 2.0, None, "fro"))):
             raise UsageError(
@@ -82,7 +110,6 @@ class WaitingGradient(Tensor):
         return out
 
 
-_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _SCALING = ("mul_", "div_", "zero_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_", "__imul__", "__itruediv__",
             "requires_grad_", "detach_", _UNSCALE)  # fmt: skip
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from .cache import Cache
 from .driver.base import Driver, Segments
 from .errors import UsageError
+from .gradient import applied_gradient
 from .lookups import FeatureSlot, Lookups
 from .optim import Adam, Optimizer
 from .plan import MinCounter, Plan, Planner
@@ -54,6 +54,7 @@ class Counts:
     seconds_lookup: float = 0.0
     seconds_update: float = 0.0
     distinct_by_table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    fills_by_table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Group:
@@ -84,7 +85,9 @@ class Group:
         self.accumulated: list[Call] = []  # calls of ended batches whose gradients wait for it
         self.hyper: dict[str, Any] = {"lr": optimizer.lr}  # a param_group of torch: `lr` may change
         self.table_steps = np.array(store.saved.get("table_steps", [0] * len(tables)), np.int64)
-        self.counts = Counts(distinct_by_table=np.zeros(len(tables), np.int64))
+        self.counts = Counts(
+            distinct_by_table=np.zeros(len(tables), np.int64), fills_by_table=np.zeros(len(tables), np.int64)
+        )
         self.planner: Planner | ResidentPlanner
         if resident:
             assert isinstance(store, RamStore)
@@ -96,6 +99,7 @@ class Group:
             self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
             self.cache = Cache(self.planner.cache_rows, self.store, driver)
             self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        self.scaler_known = False  # the module of the newest gradient was given its GradScaler
         self.closed = False
         self.horizon = 0  # of the newest look-ahead
         self.attached: Any = None  # the look-ahead that feeds this group
@@ -157,6 +161,8 @@ class Group:
         self.counts.lookups += plan.lookups
         self.counts.distinct += plan.distinct
         self.counts.hits += plan.hits
+        self.counts.distinct_by_table += self.rows_by_table(plan.seg_row)
+        self.counts.fills_by_table += self.rows_by_table(plan.fill_rows)
         self.counts.short_windows += plan.short
         if plan.grows:
             log.warning(
@@ -339,7 +345,7 @@ class Group:
         """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
         skip = (self.step is not None and self.step.skip) or any(call.step.skip for call in self.waiting_calls())
         for parameter in self.hyper.get("params", ()):
-            parameter.grad = torch.full((), float("inf") if skip else 0.0)
+            parameter.grad = applied_gradient(not skip, self.scaler_known, of_optimizer=True)
 
     def _apply(self, step: Step) -> None:
         """One update with all gradients that have come."""
@@ -486,6 +492,12 @@ class Group:
         """Group rows [lo, hi) of a table."""
         t = [table.name for table in self.tables].index(name)
         return int(self.bases[t]), int(self.bases[t + 1])
+
+    def rows_by_table(self, rows: np.ndarray) -> np.ndarray:
+        """How many of the group rows `rows int [n]` each table has, int64 [tables]."""
+        if len(self.tables) == 1:
+            return np.array([rows.size], np.int64)
+        return np.bincount(np.searchsorted(self.bases[1:], rows, side="right"), minlength=len(self.tables))
 
     def check(self) -> None:
         """Raise AssertionError naming a broken rule (tests call it after every public call)."""

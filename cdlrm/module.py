@@ -14,6 +14,7 @@ those of several processes agree.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,6 +32,8 @@ from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten
 from .placement import available_bytes
 from .stats import group_stats, total
+
+log = logging.getLogger("cdlrm")
 
 NONFINITE = ("raise", "skip")
 
@@ -53,6 +56,8 @@ class CachedModule(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
         self.notes: list[str] = []  # what was chosen automatically, and why
         self.grad_scaler: Any = None
+        self._last_batch: int | None = None  # with a backward
+        self._zeroes = False  # whether the loop was seen to zero the anchor's gradient
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}
@@ -97,14 +102,32 @@ class CachedModule(nn.Module):
         """A backward pass is through.  With `update="step"` the anchor's gradient becomes the norm of this
         module's row gradients, so that what is done to it (torch's clip_grad_norm_, a GradScaler) counts
         for the rows too; with updates in the backward pass it is `AppliedGradient`."""
+        known = self.grad_scaler is not None
         if not self.groups[0].deferred:
-            self.anchor.grad = applied_gradient(finite or self.grad_scaler is None)
+            self._notice_accumulation()
+            self.anchor.grad = applied_gradient(finite or not known, known)
             return
         squares = 0.0
         for group in self.groups:
             squares += squared_norm(group.driver, [c for c in group.waiting_calls() if c.owner is self], group.dim)
         self._norm = math.sqrt(squares)
-        self.anchor.grad = waiting_gradient(self._norm, self.grad_scaler is not None and self.grad_scaler.is_enabled())
+        self.anchor.grad = waiting_gradient(self._norm, known and self.grad_scaler.is_enabled())
+
+    def _notice_accumulation(self) -> None:
+        """Say once that gradients are accumulated although each backward pass updates: the loop zeroes
+        the anchor's gradient, but not between two steps."""
+        step = self.groups[0].step
+        batch = -1 if step is None else step.batch
+        if self.anchor.grad is None:
+            self._zeroes = self._last_batch is not None
+        elif self._zeroes and batch != self._last_batch:
+            self._zeroes = False
+            log.warning(
+                "gradients are accumulated over several forward and backward passes, but rows are updated in each "
+                "backward pass, so that this differs from one update of all; make the module with update=\"step\" and "
+                "call its optimizer.step(), or call zero_grad() after each step (said when it is noticed)"
+            )
+        self._last_batch = batch
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's

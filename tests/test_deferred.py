@@ -396,3 +396,45 @@ def test_non_finite_gradients_without_a_scaler() -> None:
         skipping(torch.tensor([[1, 2]])).sum().backward()
         skipping.optimizer.step()
         assert not torch.equal(skipping.weight, before)
+
+
+def test_a_scaler_that_the_module_does_not_know_is_refused() -> None:
+    """Its rows would be updated with gradients that are 64 times too large."""
+    for held in (True, False):
+        ours, _ = pair(update="backward")
+        if held:
+            ours.dense = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(ours.model(batches(1)[0]).sum()).backward()
+        with pytest.raises(UsageError, match="grad_scaler = scaler"):
+            for each in ours.all:
+                scaler.step(each)
+
+
+def test_clipping_the_optimizers_parameters_is_refused() -> None:
+    ours, _ = pair()
+    ours.model(batches(1)[0]).sum().backward()
+    with pytest.raises(UsageError, match="are no rows"):
+        clip_grad_norm_(ours.rows[0].param_groups[0]["params"], 1.0)
+
+
+def looping(k: int, zero: str, look: bool, caplog: pytest.LogCaptureFixture) -> int:
+    """Warnings about accumulation in a loop that steps its optimizer every k batches."""
+    ours, _ = pair(update="backward")
+    parameters = ours.model.dense.parameters() if zero == "dense only" else ours.model.parameters()
+    update = torch.optim.SGD(parameters, lr=0.1)
+    caplog.clear()
+    loader = batches(12)
+    for i, ids in enumerate(ahead(ours, loader) if look else loader):
+        ours.model(ids).square().mean().backward()
+        if i % k == k - 1:
+            update.step()
+            update.zero_grad()
+    return sum("accumulated" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_accumulating_with_updates_in_the_backward_pass_is_told(look: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assert looping(3, "all", look, caplog) > 0
+    assert looping(1, "all", look, caplog) == 0
+    assert looping(1, "dense only", look, caplog) == 0

@@ -278,3 +278,44 @@ def test_lookahead_of_a_model_needs_arguments_for_each_module() -> None:
     with pytest.raises(cdlrm.CdlrmError, match="mapping module"):
         for _ in cdlrm.lookahead(model, [ids()], ids=lambda b: b):
             pass
+
+
+def accumulate(model: nn.Module, optimizers: list[Any], scaler: Any, poison: int) -> list[float]:
+    scales = []
+    for k in range(24):
+        out = model(ids(k))
+        loss = out.square().mean() / 3
+        if k == poison:  # in one of the tables alone
+            loss = loss + float("inf") * model.bag(torch.tensor([1, 2]), torch.tensor([0, 2])).sum()
+        scaler.scale(loss).backward()
+        if k % 3 == 2:
+            for each in optimizers:
+                scaler.unscale_(each)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for each in optimizers:
+                scaler.step(each)
+            scaler.update()
+            for each in optimizers:
+                each.zero_grad()
+            scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("poison", [-1, 7])
+def test_accumulation_clipping_and_a_scaler_in_a_shared_group(poison: int) -> None:
+    """All modules in one optimizer, as torch's one optimizer for all tables: an inf in one skips all."""
+    torch.manual_seed(0)
+    model = Nested()
+    reference = copy.deepcopy(model)
+    done = cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.01), update="step", cache_rows=50)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) for _ in range(2)]
+    for module in done.modules.values():
+        module.grad_scaler = scalers[0]
+    dense = torch.optim.SGD([p for n, p in model.named_parameters() if "anchor" not in n], lr=0.01)
+    tables = [p for n, p in reference.named_parameters() if not n.startswith("inner.1")]
+    references = [torch.optim.SGD(reference.inner[1].parameters(), lr=0.01), torch.optim.SGD(tables, lr=0.01)]
+    mine = accumulate(model, [dense, done.optimizer], scalers[0], poison)
+    assert mine == accumulate(reference, references, scalers[1], poison)
+    for path, module in done.modules.items():
+        assert relative(module.weight, reference.get_submodule(path).weight) <= 1e-6, path
+    done.close()
