@@ -21,6 +21,7 @@ from .lookups import Lookups
 from .module import CachedModule
 from .optim import Optimizer
 from .placement import check_cache_settings, choose_driver, make_groups
+from .stats import table_stats
 from .table import Table
 
 
@@ -120,6 +121,12 @@ class EmbeddingBagCollection(CachedModule):
                     if isinstance(weights, Tensor) and weights.requires_grad:
                         out[feature] = weights
         return out
+
+    def table_stats(self) -> dict[str, dict[str, int]]:
+        """Counters of each table by name, see `cdlrm.stats.table_stats`.  Trained rows are counted as of the last
+        `flush()`, since a row in the cache is written home later."""
+        found = {name: stats for group in self.groups for name, stats in table_stats(group).items()}
+        return {table.name: found[table.name] for table in self.tables}
 
     def lookahead_calls(self, features: Any) -> dict[Group, Lookups]:
         """What `forward(features)` will look up in each group (used by `cdlrm.lookahead`)."""

@@ -20,6 +20,8 @@ METRICS = {
     "click_rate": "click rate",
 }
 
+SHOWN_TABLES = 5
+
 
 def peak_memory_bytes() -> int:
     """Largest resident memory of this process so far (getrusage: KiB on Linux, bytes on macOS)."""
@@ -69,6 +71,7 @@ def render(report: Mapping[str, Any]) -> str:
     if training["skipped_steps"]:
         lines.append(_row("skipped steps", f"{training['skipped_steps']:,} with a non-finite loss or gradient"))
     lines += _cache(cache)
+    lines += _tables(report["tables"])
     lines += ["Time, seconds (reading, planning and copying overlap with computing)"]
     lines += [_row(name.replace("_", " "), f"{seconds:.2f}") for name, seconds in report["seconds"].items()]
     lines += ["Memory", _row("peak", size(report["memory"]["peak_bytes"]))]
@@ -115,6 +118,19 @@ def _cache(cache: Mapping[str, Any]) -> list[str]:
         ),
         *notes,
     ]
+
+
+def _tables(tables: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """The tables that moved most, up to SHOWN_TABLES of them."""
+    most = sorted(tables, key=lambda name: -tables[name]["fills"])[:SHOWN_TABLES]
+    title = "Tables" if len(most) == len(tables) else f"The {len(most)} of {len(tables)} tables that filled most"
+    lines = [f"{title:<36}{'rows':>14}{'trained':>12}{'filled':>12}{'hits':>9}"]
+    for name in most:
+        table = tables[name]
+        hits = _percent(ratio(table["hits"], table["distinct"]))
+        counts = f"{table['rows']:>14,}{table['trained_rows']:>12,}{table['fills']:>12,}{hits:>9}"
+        lines.append(f"  {name:<34}{counts}")
+    return lines
 
 
 def _row(name: str, value: str) -> str:

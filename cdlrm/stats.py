@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .group import Group
 
 _LARGEST = ("steps", "prefetch_depth", "horizon")  # not summed over groups
@@ -55,3 +57,40 @@ def group_stats(group: Group) -> dict[str, Any]:
 def total(stats: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums over groups (steps and prefetch depth: the largest)."""
     return {key: (max if key in _LARGEST else sum)(s[key] for s in stats) for key in stats[0]}
+
+
+def table_stats(group: Group) -> dict[str, dict[str, int]]:
+    """Counters of each table of a group since it was made.
+
+    `rows`; `distinct` rows summed over its batches, of which `hits` were cached and `fills` not; `cached_rows` now;
+    `trained_rows` ever; `record_bytes` of a row; `table_bytes` of all rows.
+    """
+    counts, cached = group.counts, group.cache.slot_row
+    in_cache = np.diff(group.bases) if group.resident else group.rows_by_table(cached[cached >= 0])
+    trained = group.store.trained
+    out = {}
+    for number, table in enumerate(group.tables):
+        distinct, fills = int(counts.distinct_by_table[number]), int(counts.fills_by_table[number])
+        lo, hi = int(group.bases[number]), int(group.bases[number + 1])
+        out[table.name] = {
+            "rows": hi - lo,
+            "distinct": distinct,
+            "hits": distinct - fills,
+            "fills": fills,
+            "cached_rows": int(in_cache[number]),
+            "trained_rows": _bits_set(trained, lo, hi),
+            "record_bytes": group.store.record_bytes,
+            "table_bytes": (hi - lo) * group.store.record_bytes,
+        }
+    return out
+
+
+def _bits_set(bits: np.ndarray, lo: int, hi: int) -> int:
+    """Bits set among [lo, hi) of a packed array."""
+    first, last = -(-lo // 8), hi // 8
+    if last < first:
+        return int(np.unpackbits(bits[lo // 8 : lo // 8 + 1], bitorder="little")[lo % 8 : hi - lo // 8 * 8].sum())
+    whole = int(np.bitwise_count(bits[first:last]).sum())
+    before = np.unpackbits(bits[lo // 8 : first], bitorder="little")[lo % 8 :] if lo % 8 else np.empty(0, np.uint8)
+    after = np.unpackbits(bits[last : last + 1], bitorder="little")[: hi % 8] if hi % 8 else np.empty(0, np.uint8)
+    return whole + int(before.sum()) + int(after.sum())

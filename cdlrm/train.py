@@ -286,6 +286,7 @@ class Trainer:
                 "skipped_steps": self.skipped + stats["skipped_steps"],
             },
             "cache": reporting.cache_section(stats),
+            "tables": self.tables.table_stats(),
             "seconds": {
                 "total": seconds_total,
                 "read": measured["read"],

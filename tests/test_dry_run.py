@@ -19,7 +19,8 @@ from cdlrm.datasets import open_datasets
 from cdlrm.memory_plan import HUGE, PAGE, count
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = ["--synthetic-rows", "4000000-3000000-2000000-100000-1000", "--num-batches", "24", "--horizon", "8", "--no-progress"]
+ROWS = ["--synthetic-rows", "4000000-3000000-2000000-100000-1000", "--num-batches", "24", "--horizon", "8"]
+ROWS += ["--no-progress"]
 RUNS = {
     "resident": ["--cache-ratio", "1", "--no-metrics"],
     "cached": ["--cache-ratio", "0.1", "--arch-sparse-feature-size", "32", "--synthetic-zipf", "0.9"],
