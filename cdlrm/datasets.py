@@ -94,11 +94,6 @@ def _from_files(config: TrainConfig, chosen: list[str]) -> tuple[Source, Source 
     from .data.opening import open_train_test
 
     assert config.data is not None
-    if config.table_rows is None:
-        chosen.append(
-            f"table rows: {DEFAULT_TABLE_ROWS:,} a column, because --table-rows is not given; ids are mapped by "
-            "mix64(id) mod rows."
-        )
     if not config.test_data and config.test_fraction > 0:
         chosen.append(
             f"test data: the last {100 * config.test_fraction:g} % of the rows, because --test-data is not given "
@@ -113,11 +108,17 @@ def _from_files(config: TrainConfig, chosen: list[str]) -> tuple[Source, Source 
         shuffle=config.shuffle,
         seed=config.seed,
         limit_batches=config.num_batches,
-        table_rows=DEFAULT_TABLE_ROWS if config.table_rows is None else config.table_rows,
-        ids=config.ids or "hash",
+        table_rows=config.table_rows,
+        ids=config.ids,
         bad_rows=config.bad_rows,
         columns=config.columns(),
     )
+    chosen += train.notes
+    if config.table_rows is None and train.ids == "hash":
+        chosen.append(
+            f"table rows: {DEFAULT_TABLE_ROWS:,} a column, because --table-rows is not given; ids are mapped by "
+            "mix64(id) mod rows."
+        )
     if test is not None and (test.features, test.num_dense) != (train.features, train.num_dense):
         raise DataError(
             f"--test-data has {len(test.features)} categorical and {test.num_dense} dense columns where --data has "

@@ -14,7 +14,19 @@ from cdlrm.data.columns import Bags
 from cdlrm.data.hashing import MISSING_ID, MISSING_ROW, hash_rows, row_mask
 from cdlrm.errors import DataError
 
-__all__ = ["Buffers", "IdMap", "bad_value", "buffers_of", "check_type", "dense_values", "label_values", "mapped_values"]
+__all__ = [
+    "IDENTITY",
+    "Buffers",
+    "IdMap",
+    "bad_value",
+    "buffers_of",
+    "check_type",
+    "dense_values",
+    "inner_type",
+    "label_values",
+    "mapped_values",
+    "number_type",
+]
 
 _ALL = np.zeros(0, np.uint8)  # no mask: everything is there
 _KERNEL_DTYPES = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
@@ -22,7 +34,8 @@ _KERNEL_DTYPES = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
 
 @dataclass
 class IdMap:
-    """How the ids of one feature become rows: hashed into `rows` rows, or taken as they are and checked."""
+    """How the ids of one feature become rows: hashed into `rows` rows, or taken as they are and checked; rows = 0 is
+    the identity, without a check."""
 
     rows: int
     hashed: bool
@@ -30,7 +43,12 @@ class IdMap:
     @cached_property
     def missing(self) -> int:
         """The row of a missing value."""
+        if not self.rows:
+            return MISSING_ID
         return int(hash_rows(np.array([MISSING_ID]), self.rows)[0]) if self.hashed else MISSING_ROW
+
+
+IDENTITY = IdMap(0, False)
 
 
 class Buffers(NamedTuple):
@@ -56,9 +74,21 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
+def inner_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a list's or dictionary's values, or the type itself."""
+    return kind.value_type if _is_list(kind) or pa.types.is_dictionary(kind) else kind
+
+
+def number_type(kind: pa.DataType) -> pa.DataType:
+    """The type in which numbers of this type are written: int64, float32 or float64."""
+    if pa.types.is_uint64(kind) or pa.types.is_float64(kind):
+        return pa.float64()
+    return pa.float32() if pa.types.is_floating(kind) else pa.int64()
+
+
 def check_type(where: str, name: str, kind: pa.DataType, ids: bool) -> None:
     """`DataError` unless a column of this Arrow type can be read as ids or as numbers."""
-    inner = kind.value_type if _is_list(kind) or pa.types.is_dictionary(kind) else kind
+    inner = inner_type(kind)
     good = pa.types.is_integer(inner) or pa.types.is_null(inner)
     if not ids:
         good = good or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
@@ -69,9 +99,9 @@ def check_type(where: str, name: str, kind: pa.DataType, ids: bool) -> None:
         )
 
 
-def buffers_of(column: pa.Array | pa.ChunkedArray, ids: bool) -> Buffers:
+def buffers_of(column: pa.Array | pa.ChunkedArray, ids: bool, padding: int | None = None) -> Buffers:
     """The buffers of a column; values are int64 for ids, else int32, int64, float32 or float64. Copies only to
-    convert."""
+    convert. Elements of lists that equal `padding` are dropped."""
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if pa.types.is_fixed_size_list(column.type):
@@ -80,6 +110,8 @@ def buffers_of(column: pa.Array | pa.ChunkedArray, ids: bool) -> Buffers:
         return Buffers(*_flat(column, ids))
     values, there = _flat(column.values, ids)
     offsets = column.offsets.to_numpy(zero_copy_only=True)
+    if padding is not None:
+        values, there, offsets = kernels.without(values, there, offsets, padding)
     lists = Buffers(values, there, offsets, _mask(column))
     most, rows = int(kernels.longest(offsets)), len(column)
     if most == 1 and not len(lists.row_there) and offsets[-1] - offsets[0] == rows:  # exactly one each
@@ -119,9 +151,12 @@ def _flat(array: pa.Array, ids: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize), _mask(array)
 
 
-def dense_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray) -> int:
-    """Fill float32 [R]; returns the first bad row or -1."""
+def dense_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray, missing: float | None = None) -> int:
+    """Fill float32 [R] with log(1 + x), or, where `missing` is given, out with x or `missing`; returns the first bad
+    row or -1."""
     several = _several(buffers, bad)
+    if missing is not None:
+        return _earliest(kernels.plain_column(*buffers.flat()[:2], missing, out, bad), several)
     return _earliest(kernels.dense_column(*buffers.flat()[:2], kernels.LOG1P, out, bad), several)
 
 

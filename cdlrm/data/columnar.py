@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Self
 
@@ -17,22 +18,23 @@ import pyarrow.parquet
 from cdlrm.data import arrow, kernels
 from cdlrm.data.columns import Bags, Columns
 from cdlrm.data.filesource import FileSource
-from cdlrm.errors import DataError
+from cdlrm.data.prepared import Prepared
+from cdlrm.errors import ConfigError, DataError
 
 __all__ = ["ColumnarSource", "OrcSource", "ParquetSource"]
-
-_OPEN_FILES = 16
 
 
 class ColumnarSource(FileSource):
     """Columns `label`, `i1…` and `c1…` (other names: `label_column`, `dense_columns`, `sparse_columns`), each of
     numbers or of lists with at most one number; a categorical list may be longer. Empty lists and nulls are missing
-    values.
+    values. `padding`: a number that fills lists up and is dropped from them. What `cdlrm convert` wrote says itself
+    how its columns are called, whether its ids are row numbers, and how many rows the tables need.
 
     Memory: one row group (stripe) as Arrow has it and once more as columns, so files with huge row groups need more.
     """
 
-    column_settings = ("label_column", "dense_columns", "sparse_columns")
+    column_settings = ("label_column", "dense_columns", "sparse_columns", "padding")
+    open_files = 16  # so that footers are not read for every block
 
     def _open(self, columns: dict[str, Any]) -> None:
         self._readers: OrderedDict[str, Any] = OrderedDict()
@@ -41,10 +43,9 @@ class ColumnarSource(FileSource):
         self._rows: list[int | None] = []
         self._total = 0
         names = self._schema(self.files[0]).names
-        self.label = columns.get("label_column", "label")
-        dense, sparse = columns.get("dense_columns"), columns.get("sparse_columns")
-        self.dense = _numbered(self.files[0], names, "i") if dense is None else list(dense)
-        self.sparse = _numbered(self.files[0], names, "c") if sparse is None else list(sparse)
+        self.prepared = self._prepared(self.files[0])
+        self._name_columns(names, columns)
+        self.padding = _padding(columns.get("padding"))
         if not self.sparse and not self.dense:
             raise DataError(
                 f"{self.files[0]}: there are no columns i1… or c1… among {_shown(names)}; "
@@ -52,6 +53,7 @@ class ColumnarSource(FileSource):
             )
         for file in self.files:
             self._check_columns(file)
+            self._check_prepared(file)
             with self._reading(file):
                 rows, counts = self._sizes(self._reader(file))
             self._blocks += [(file, i) for i in range(len(counts))]
@@ -60,6 +62,37 @@ class ColumnarSource(FileSource):
         if self._total == 0:
             raise DataError(f"{self.files[0]}: there are no rows in {len(self.files)} file(s); give data that has some")
         self.num_dense, self.features = len(self.dense), self.sparse
+
+    def _name_columns(self, names: Sequence[str], columns: dict[str, Any]) -> None:
+        """Columns as they were named, or as the file says, or by their letter and number."""
+        told = self.prepared or Prepared()
+        self.label = columns.get("label_column", told.label)
+        dense, sparse = columns.get("dense_columns"), columns.get("sparse_columns")
+        if dense is None:
+            dense = told.dense if self.prepared else _numbered(self.files[0], names, "i")
+        if sparse is None:
+            sparse = told.sparse if self.prepared else _numbered(self.files[0], names, "c")
+        self.dense, self.sparse = list(dense), list(sparse)
+
+    def _prepared(self, file: str) -> Prepared | None:
+        """What a file says of itself, where the format can."""
+        return None
+
+    def _check_prepared(self, file: str) -> None:
+        here = self._prepared(file)
+        mine, theirs = self.prepared or Prepared(), here or Prepared()
+        if (mine.numbered, mine.vocabulary, mine.dense_ready) != (
+            theirs.numbered,
+            theirs.vocabulary,
+            theirs.dense_ready,
+        ):
+            raise DataError(
+                f"{file}: was prepared in another way than {self.files[0]} (other numbers for the ids, or other dense "
+                "values); convert all files with one vocabulary (cdlrm convert --use-vocabulary)"
+            )
+        if mine.counts and theirs.counts:  # ids that are numbers already may go further in one file than in another
+            most = {name: max(rows, theirs.counts.get(name, 0)) for name, rows in mine.counts.items()}
+            self.prepared = replace(mine, counts=most)
 
     def _check_columns(self, file: str) -> None:
         schema = self._schema(file)
@@ -88,9 +121,9 @@ class ColumnarSource(FileSource):
         raise NotImplementedError
 
     def _reader(self, file: str) -> Any:
-        """The opened file; a few stay open, so that footers are not read for every block."""
+        """The opened file; a few stay open."""
         if file not in self._readers:
-            while len(self._readers) >= _OPEN_FILES:
+            while len(self._readers) >= self.open_files:
                 self._readers.popitem(last=False)
             self._readers[file] = self._open_file(file)
         self._readers.move_to_end(file)
@@ -99,6 +132,11 @@ class ColumnarSource(FileSource):
     def _schema(self, file: str) -> pa.Schema:
         with self._reading(file):
             return self._schema_of(self._reader(file))
+
+    def dense_types(self) -> list[pa.DataType]:
+        """Arrow types that hold the raw dense values."""
+        kinds = [arrow.inner_type(self._schema(self.files[0]).field(name).type) for name in self.dense]
+        return [arrow.number_type(kind) for kind in kinds]
 
     # The source.
 
@@ -150,10 +188,12 @@ class ColumnarSource(FileSource):
         labels = np.empty(rows, np.float32)
         firsts = [arrow.label_values(arrow.buffers_of(table.column(self.label), ids=False), labels, bad)]
         # Written column by column (a strided write would touch every line of memory once a column), then turned.
-        across = _pooled((self.num_dense, rows), np.float32)
+        dtype = np.float64 if self.raw else np.float32
+        missing = np.nan if self.raw else 0.0 if self.prepared and self.prepared.dense_ready else None
+        across = _pooled((self.num_dense, rows), dtype)
         for name, out in zip(self.dense, across, strict=True):
-            firsts.append(arrow.dense_values(arrow.buffers_of(table.column(name), ids=False), out, bad))
-        dense = _pooled((rows, self.num_dense), np.float32)
+            firsts.append(arrow.dense_values(arrow.buffers_of(table.column(name), ids=False), out, bad, missing))
+        dense = _pooled((rows, self.num_dense), dtype)
         kernels.turn(across, dense)
         return dense, labels, firsts
 
@@ -163,7 +203,7 @@ class ColumnarSource(FileSource):
         bags: dict[int, Bags] = {}
         firsts = []
         for f, name in enumerate(self.sparse):
-            buffers = arrow.buffers_of(table.column(name), ids=True)
+            buffers = arrow.buffers_of(table.column(name), ids=True, padding=self.padding)
             lists, first = arrow.mapped_values(buffers, self.id_maps[f], ids[f], bad)
             firsts.append(first)
             if lists is not None:
@@ -185,11 +225,17 @@ class ColumnarSource(FileSource):
                 )
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "columns": [self.label, *self.dense, *self.sparse]}
+        mine: dict[str, Any] = {"columns": [self.label, *self.dense, *self.sparse]}
+        return {**super().settings(), **mine, **({} if self.padding is None else {"padding": self.padding})}
 
 
 class ParquetSource(ColumnarSource):
     format = "parquet"
+
+    def _prepared(self, file: str) -> Prepared | None:
+        with self._reading(file):
+            metadata = self._reader(file).schema_arrow.metadata
+        return Prepared.from_metadata(file, metadata)
 
     def _open_file(self, file: str) -> pa.parquet.ParquetFile:
         return pa.parquet.ParquetFile(file)
@@ -227,6 +273,12 @@ def _pooled(shape: tuple[int, int], dtype: type) -> np.ndarray:
     kernels."""
     count = shape[0] * shape[1]
     return np.frombuffer(pa.allocate_buffer(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
+
+
+def _padding(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or not -(2**63) <= value < 2**63):
+        raise ConfigError(f"padding is {value!r} where a whole number is needed; give the id that fills lists up")
+    return value
 
 
 def _numbered(file: str, names: Sequence[str], letter: str) -> list[str]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from cdlrm.data.arrow import IdMap
+from cdlrm.data.arrow import IDENTITY, IdMap
 from cdlrm.data.files import fingerprint
+from cdlrm.data.prepared import Prepared
 from cdlrm.data.source import Source
 from cdlrm.errors import ConfigError, DataError
 
@@ -20,34 +21,38 @@ _MOST_ROWS = 2**40
 
 
 class FileSource(Source):
-    """files: paths of one format. table_rows: one number, or one a feature. ids: "hash" (row = mix64(id) mod rows) or
-    "rows" (ids are row numbers, checked). bad_rows: "raise" a `DataError` at the first bad row, or "skip" and count
-    them.
+    """files: paths of one format. table_rows: one number, or one a feature; None: what the files say, else 2**20. ids:
+    "hash" (row = mix64(id) mod rows), "rows" (ids are row numbers, checked), or None: what the files say, else "hash".
+    bad_rows: "raise" a `DataError` at the first bad row, or "skip" and count them. raw: for converting; ids as they
+    are in the files, -1 where missing, and dense values without log(1 + x), float64, NaN where missing.
 
-    columns: what the format wants to know of its columns, see there.
+    columns: what the format wants to know of its columns, see there. notes: what was chosen because the files say it.
     """
 
     reads_ahead = True
     column_settings: tuple[str, ...] = ()
     """Names that the mapping `columns` may hold."""
+    prepared: Prepared | None = None
+    """What the files say of themselves."""
 
     def __init__(
         self,
         files: Sequence[str],
         *,
-        table_rows: int | str | Sequence[int] = DEFAULT_TABLE_ROWS,
-        ids: str = "hash",
+        table_rows: int | str | Sequence[int] | None = None,
+        ids: str | None = None,
         bad_rows: str = "raise",
         columns: dict[str, Any] | None = None,
+        raw: bool = False,
         **stream: Any,
     ) -> None:
         super().__init__(**stream)
-        for name, value, known in (("ids", ids, ("hash", "rows")), ("bad_rows", bad_rows, ("raise", "skip"))):
+        for name, value, known in (("ids", ids, ("hash", "rows", None)), ("bad_rows", bad_rows, ("raise", "skip"))):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r} where {known[0]!r} or {known[1]!r} is needed; change it")
         self.files = list(files)
-        self.ids = ids
         self.skip_bad = bad_rows == "skip"
+        self.raw = raw
         columns = columns or {}
         for name in columns:
             if name not in self.column_settings:
@@ -56,16 +61,44 @@ class FileSource(Source):
                     f"{', '.join(self.column_settings)}"
                 )
         self._open(columns)
-        self.table_rows = parse_table_rows(table_rows, len(self.features))
-        self.id_maps = [IdMap(rows, ids == "hash") for rows in self.table_rows]
+        self.notes: list[str] = []
+        self._choose(table_rows, ids)
         self._files_id = fingerprint(self.files)
+
+    def _choose(self, table_rows: int | str | Sequence[int] | None, ids: str | None) -> None:
+        """Table sizes, and how ids become rows."""
+        prepared = self.prepared or Prepared()
+        self.ids = ids or ("rows" if prepared.numbered else "hash")
+        counts = [prepared.counts.get(name) for name in self.features] if self.ids == "rows" else []
+        known = [rows for rows in counts if rows is not None]
+        if ids is None and prepared.numbered:
+            self.notes.append("ids: taken as row numbers, because the data says that they are (--ids).")
+        if table_rows is not None:
+            self.table_rows = parse_table_rows(table_rows, len(self.features))
+        elif known and len(known) == len(self.features):
+            self.table_rows = known
+            self.notes.append(f"table rows: {sum(known):,} in {len(known)} tables, as the data says (--table-rows).")
+        else:
+            self.table_rows = [DEFAULT_TABLE_ROWS] * len(self.features)
+        for name, rows, needed in zip(self.features, self.table_rows, counts or self.table_rows, strict=True):
+            if needed is not None and rows < needed and not self.raw:
+                raise ConfigError(
+                    f"table_rows of column '{name}' is {rows} where {self.files[0]} has been numbered with {needed} "
+                    f"rows; give at least {needed}, leave table_rows out, or hash the ids (ids='hash')"
+                )
+        hashed = self.ids == "hash"
+        self.id_maps = [IDENTITY if self.raw else IdMap(rows, hashed) for rows in self.table_rows]
 
     def _open(self, columns: dict[str, Any]) -> None:
         """Look into the files: set `features`, `num_dense` and what `num_blocks` needs."""
         raise NotImplementedError
 
+    def dense_types(self) -> list[pa.DataType]:
+        """Arrow types that hold the raw dense values."""
+        return [pa.int64()] * self.num_dense
+
     def settings(self) -> dict[str, Any]:
-        mine = {"files": self._files_id, "ids": self.ids, "skip_bad": self.skip_bad}
+        mine = {"files": self._files_id, "ids": "raw" if self.raw else self.ids, "skip_bad": self.skip_bad}
         return {**super().settings(), **mine}
 
     @contextmanager
@@ -75,7 +108,7 @@ class FileSource(Source):
             yield
         except (pa.ArrowException, OSError) as error:
             what = " ".join(str(error).split())
-            title = {"parquet": "Parquet", "orc": "ORC", "tsv": "text"}[self.format]
+            title = {"parquet": "Parquet", "orc": "ORC", "tsv": "text"}.get(self.format, self.format)
             raise DataError(
                 f"{file}: the file cannot be read as {title} and may be truncated or "
                 f"damaged ({what[:200]}); write it again"

@@ -14,7 +14,19 @@ from numba import njit
 
 from cdlrm.data.hashing import to_row
 
-__all__ = ["LOG1P", "bag_offsets", "bags", "dense_column", "label_column", "longest", "map_column", "one_each", "turn"]
+__all__ = [
+    "LOG1P",
+    "bag_offsets",
+    "bags",
+    "dense_column",
+    "label_column",
+    "longest",
+    "map_column",
+    "one_each",
+    "plain_column",
+    "turn",
+    "without",
+]
 
 LOG1P = np.log1p(np.arange(65536, dtype=np.float64)).astype(np.float32)
 """log(1 + n) of small whole numbers, which nearly all dense features are: looked up ten times faster than computed."""
@@ -106,6 +118,40 @@ def _slow_tile(
 
 
 @njit(cache=True, nogil=True)
+def plain_column(values: np.ndarray, there: np.ndarray, missing: float, out: np.ndarray, bad: np.ndarray) -> int:
+    """out[i] = x, `missing` where there is none; NaN and infinity are bad."""
+    first = -1
+    for i in range(len(out)):
+        if len(there) and not there[i]:
+            out[i] = missing
+            continue
+        out[i] = values[i]
+        if not math.isfinite(np.float64(values[i])):
+            bad[i] = 1
+            first = i if first < 0 else first
+    return first
+
+
+@njit(cache=True, nogil=True)
+def without(
+    values: np.ndarray, there: np.ndarray, offsets: np.ndarray, padding: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lists without the elements that equal `padding`: values, mask and offsets anew."""
+    count, rows = 0, len(offsets) - 1
+    out, out_offsets = np.empty(offsets[rows] - offsets[0], values.dtype), np.zeros(rows + 1, offsets.dtype)
+    out_there = np.empty(len(out) if len(there) else 0, np.uint8)
+    for i in range(rows):
+        for at in range(offsets[i], offsets[i + 1]):
+            if values[at] != padding or (len(there) and not there[at]):
+                out[count] = values[at]
+                if len(there):
+                    out_there[count] = there[at]
+                count += 1
+        out_offsets[i + 1] = count
+    return out[:count], out_there[:count], out_offsets
+
+
+@njit(cache=True, nogil=True)
 def turn(across: np.ndarray, out: np.ndarray) -> None:
     """out [R, n] = across [n, R] transposed."""
     for i in range(out.shape[0]):
@@ -153,7 +199,7 @@ def map_column(
         return first
     for i in range(len(out)):
         row = np.int64(missing if len(there) and not there[i] else values[i])
-        if np.uint64(row) >= rows:  # a negative id is a large unsigned one
+        if np.uint64(row) > rows - np.uint64(1):  # rows = 0 means no bound; a negative id is a large unsigned one
             row = np.int64(0)
             bad[i] = 1
             first = i if first < 0 else first
@@ -198,7 +244,7 @@ def bags(
                 out[to] = to_row(values[at], rows, mask)
             else:
                 out[to] = values[at]
-                if np.uint64(values[at]) >= rows:
+                if np.uint64(values[at]) > rows - np.uint64(1):
                     out[to] = 0
                     bad[i] = 1
                     first = i if first < 0 else first

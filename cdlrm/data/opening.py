@@ -7,26 +7,36 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from cdlrm.data.arrays import BinarySource, NpySource, NpzSource
 from cdlrm.data.columnar import OrcSource, ParquetSource
 from cdlrm.data.files import expand, format_of
 from cdlrm.data.filesource import FileSource
+from cdlrm.data.prepared import Prepared
 from cdlrm.data.tsv import TsvSource
 from cdlrm.errors import ConfigError, DataError
 
 __all__ = ["open_source", "open_train_test"]
 
-_SOURCES: dict[str, type[FileSource]] = {"parquet": ParquetSource, "orc": OrcSource, "tsv": TsvSource}
+_SOURCES: dict[str, type[FileSource]] = {
+    "parquet": ParquetSource,
+    "orc": OrcSource,
+    "tsv": TsvSource,
+    "npz": NpzSource,
+    "bin": BinarySource,
+    "npy": NpySource,
+}
 Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def open_source(data: Data, *, batch_size: int, **settings: Any) -> FileSource:
     """A source over the files of `data` (path, glob, directory, or a list of these; natural order), one format for all.
 
-    Formats by suffix: .parquet .pq · .orc · .tsv .txt .csv and no suffix (TAB-separated text as Criteo publishes it).
-    Settings: table_rows (int, "n1-n2-…" or list; default 2**20), ids "hash"|"rows", bad_rows "raise"|"skip", shuffle,
-    seed, row_range (first, last+1 over the rows of all files), limit_batches, progress, and columns, a mapping:
-    label_column, dense_columns, sparse_columns for Parquet and ORC; num_dense, num_sparse for text. Raises DataError
-    and ConfigError.
+    Formats by suffix: .parquet .pq · .orc · .tsv .txt .csv and no suffix (TAB-separated text as Criteo publishes it),
+    also with .gz or .zst behind · .npz (DLRM's) · .bin (MLPerf's) · .npy (TorchRec's triples). Settings: table_rows
+    (int, "n1-n2-…" or list; None: what the data says, else 2**20), ids "hash"|"rows"|None (what the data says, else
+    hash), bad_rows "raise"|"skip", shuffle, seed, row_range (first, last+1 over the rows of all files), limit_batches,
+    progress, and columns, a mapping: label_column, dense_columns, sparse_columns, padding for all but text; num_dense,
+    num_sparse for text. Raises DataError and ConfigError.
     """
     files = expand(data)
     return _SOURCES[format_of(files)](files, batch_size=batch_size, **settings)
@@ -51,7 +61,9 @@ def open_train_test(
     train = open_source(data, batch_size=batch_size, shuffle=shuffle, limit_batches=limit, **settings)
     test: FileSource | None = None
     if test_data is not None:
+        settings |= {"table_rows": train.table_rows, "ids": train.ids}
         test = open_source(test_data, batch_size=test_batch_size, **settings)
+        _check_numbering(train, test)
         if (test.num_dense, len(test.features)) != (train.num_dense, len(train.features)):
             raise DataError(
                 f"{test.files[0]}: the test data has {test.num_dense} dense and "
@@ -64,3 +76,12 @@ def open_train_test(
         test = train.restricted((cut, rows), batch_size=test_batch_size, shuffle=False, limit_batches=None)
         train = train.restricted((0, cut))
     return train, test
+
+
+def _check_numbering(train: FileSource, test: FileSource) -> None:
+    one, two = train.prepared or Prepared(), test.prepared or Prepared()
+    if (one.vocabulary, one.dense_ready) != (two.vocabulary, two.dense_ready):
+        raise DataError(
+            f"{test.files[0]}: the test data was prepared in another way than the training data (other numbers for the "
+            "ids, or other dense values); convert it with that one's vocabulary (cdlrm convert --use-vocabulary)"
+        )

@@ -19,7 +19,7 @@ from cdlrm.data.columns import Columns
 from cdlrm.data.hashing import permutation
 from cdlrm.errors import ConfigError
 
-__all__ = ["Progress", "Source"]
+__all__ = ["Piece", "Progress", "Source"]
 
 Progress = Callable[[int, "int | None"], None]
 """Called as progress(rows_read, rows_total or None) after every batch is cut."""
@@ -36,7 +36,7 @@ class _Position(NamedTuple):
     skipped: int = 0  # in the blocks before `block`
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Rows lo..hi-1 of block `block`; hi None means to its end."""
 
     block: int
@@ -83,7 +83,7 @@ class Source:
         self.progress = progress
         self.epoch = 0
         self.row_range = _check_range(row_range)
-        self._pieces: list[_Piece] | None = None
+        self._pieces: list[Piece] | None = None
         self._settings: dict[str, Any] | None = None
         self._skipped = 0
         self._position = _Position()
@@ -154,11 +154,11 @@ class Source:
         batches = -(-self.count_rows() // self.batch_size)
         return batches if self.limit_batches is None else min(batches, self.limit_batches)
 
-    def _plan(self) -> list[_Piece]:
+    def _plan(self) -> list[Piece]:
         if self._pieces is None:
             blocks = range(self.num_blocks())
             if self.row_range is None:
-                self._pieces = [_Piece(block, 0, None) for block in blocks]
+                self._pieces = [Piece(block, 0, None) for block in blocks]
             else:
                 self._pieces = list(_cut(self.row_range, (self.block_rows(block) for block in blocks)))
         return self._pieces
@@ -225,7 +225,7 @@ class Source:
 
     def _batches(self, at: _Position, epoch: int) -> Iterator[Batch]:
         pieces = self._plan()
-        order = permutation(len(pieces), self.seed, epoch) if self.shuffle else range(len(pieces))
+        order = self._shuffled(pieces, epoch) if self.shuffle else range(len(pieces))
         limit = self.limit_batches if self.limit_batches is not None else 2**63
         parts: list[Columns] = []  # the beginning of the next batch
         missing, skipped = self.batch_size, at.skipped
@@ -254,6 +254,10 @@ class Source:
             at = self._advance(at, (len(pieces), 0, skipped), parts)
             yield self._emit(parts, at)
 
+    def _shuffled(self, pieces: Sequence[Piece], epoch: int) -> Sequence[int]:
+        """The order in which an epoch takes the pieces, a function of (seed, epoch)."""
+        return permutation(len(pieces), self.seed, epoch).tolist()
+
     def _advance(self, at: _Position, here: tuple[int, int, int], parts: list[Columns]) -> _Position:
         block, row, skipped = here
         rows_read = at.rows_read + sum(part.rows for part in parts)
@@ -265,7 +269,7 @@ class Source:
             self.progress(at.rows_read, self.rows_total)
         return Columns.concat(parts).to_batch(self.features, at.batch - 1)
 
-    def _fetched(self, pieces: Sequence[_Piece], first: int) -> Generator[tuple[int, Any], None, None]:
+    def _fetched(self, pieces: Sequence[Piece], first: int) -> Generator[tuple[int, Any], None, None]:
         """Pieces from the `first` on with what `fetch_block` says of them, fetched one ahead by a thread that ends
         with us."""
         if not self.reads_ahead:
@@ -283,7 +287,14 @@ class Source:
         finally:
             helper.shutdown(wait=True, cancel_futures=True)
 
-    def _read_piece(self, piece: _Piece, fetched: Any, epoch: int) -> tuple[Columns, int]:
+    def blocks(self, first: int = 0) -> Generator[tuple[Columns, int], None, None]:
+        """The blocks from `first` on in the files' order, each with the number of its bad rows, which are left out."""
+        pieces = [Piece(block, 0, None) for block in range(self.num_blocks())]
+        with closing(self._fetched(pieces, first)) as stream:
+            for place, fetched in stream:
+                yield self.read_block(place, 0, None, fetched)
+
+    def _read_piece(self, piece: Piece, fetched: Any, epoch: int) -> tuple[Columns, int]:
         columns, skipped = self.read_block(*piece, fetched)
         if self.shuffle:
             columns = columns.take(permutation(columns.rows, self.seed, epoch, piece.block + 1))
@@ -299,11 +310,11 @@ def _check_range(row_range: tuple[int, int | None] | None) -> tuple[int, int | N
     return lo, hi
 
 
-def _cut(row_range: tuple[int, int | None], rows_of_blocks: Iterator[int]) -> Iterator[_Piece]:
+def _cut(row_range: tuple[int, int | None], rows_of_blocks: Iterator[int]) -> Iterator[Piece]:
     lo, hi = row_range
     first = 0
     for block, rows in enumerate(rows_of_blocks):
         start, end = max(lo - first, 0), rows if hi is None else min(hi - first, rows)
         if start < end:
-            yield _Piece(block, start, end)
+            yield Piece(block, start, end)
         first += rows

@@ -4,29 +4,34 @@ header."""
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, Self
 
 import numpy as np
 
 from cdlrm.data import tsvkernel as kernel
 from cdlrm.data.columns import Columns
 from cdlrm.data.filesource import FileSource
-from cdlrm.data.hashing import row_mask
+from cdlrm.data.hashing import permutation, row_mask
 from cdlrm.data.kernels import LOG1P
+from cdlrm.data.packed import LONGEST_LINE_BYTES, PackedText, codec_of
+from cdlrm.data.source import Piece
 from cdlrm.errors import ConfigError, DataError
 
 __all__ = ["TsvSource"]
 
 PIECE_BYTES = 2**24
 """A block is the lines that begin in one such piece of a file (about 70,000 lines)."""
-_LONGEST_LINE_BYTES = 2**20
+PACKED_PIECE_BYTES = 2**22
+"""The same of a compressed file, in compressed bytes."""
 _NO_LIMIT = 2**62
 
 
 class TsvSource(FileSource):
     """columns: num_dense (default 13) and num_sparse (default: the other columns of the first line, which must be 26
     if neither is given). An empty field is a missing value, ids are 1 to 16 hexadecimal digits. The features are
-    named c1, c2, ….
+    named c1, c2, …. Files may be compressed by gzip or zstd, see `cdlrm.data.packed` for what that costs.
 
     The number of rows is known only after counting the lines, which `len()` and a row range do once.
     """
@@ -37,8 +42,9 @@ class TsvSource(FileSource):
 
     def _open(self, columns: dict[str, Any]) -> None:
         num_dense, num_sparse = columns.get("num_dense"), columns.get("num_sparse")
-        with self._reading(self.files[0]), open(self.files[0], "rb") as file:
-            found = file.readline(_LONGEST_LINE_BYTES).rstrip(b"\r\n").count(b"\t") + 1
+        self._start_reading()
+        self._codecs = {name: codec for name in self.files if (codec := self._codec(name))}
+        found = self._first_line().rstrip(b"\r\n").count(b"\t") + 1
         self.num_dense = 13 if num_dense is None else num_dense
         sparse = found - 1 - self.num_dense if num_sparse is None else num_sparse
         if num_dense is None and num_sparse is None:
@@ -55,12 +61,41 @@ class TsvSource(FileSource):
                 f"{sparse} ids, separated by TAB); give a file as Criteo publishes it, or num_dense and num_sparse"
             )
         self.features = [f"c{f + 1}" for f in range(sparse)]
-        self._blocks = [
-            (file, piece) for file in self.files for piece in range(-(-os.path.getsize(file) // PIECE_BYTES))
-        ]
+        self._blocks = [(file, piece) for file in self.files for piece in range(self._pieces_of(file))]
         self._rows: list[int | None] = [None] * len(self._blocks)
 
+    def _codec(self, name: str) -> str | None:
+        with self._reading(name), open(name, "rb") as file:
+            return codec_of(file.read(4))
+
+    def _pieces_of(self, file: str) -> int:
+        return -(-os.path.getsize(file) // (PACKED_PIECE_BYTES if file in self._codecs else PIECE_BYTES))
+
+    def _first_line(self) -> bytes:
+        name = self.files[0]
+        if name in self._codecs:
+            text = self._unpacked(name, 0)
+            self._start_reading()
+            return text[: text.find(b"\n") + 1 or len(text)]
+        with self._reading(name), open(name, "rb") as file:
+            return file.readline(LONGEST_LINE_BYTES)
+
     # The source.
+
+    def restricted(self, row_range: tuple[int, int | None], **changes: Any) -> Self:
+        other = super().restricted(row_range, **changes)
+        other._start_reading()  # another thread may read through it
+        return other
+
+    def _shuffled(self, pieces: Sequence[Piece], epoch: int) -> Sequence[int]:
+        """Compressed files in any order, but each from its beginning to its end."""
+        if not self._codecs:
+            return super()._shuffled(pieces, epoch)
+        groups: dict[str, list[int]] = {}
+        for place, piece in enumerate(pieces):
+            groups.setdefault(self._blocks[piece.block][0], []).append(place)
+        listed = list(groups.values())
+        return [place for group in permutation(len(listed), self.seed, epoch) for place in listed[group]]
 
     def num_blocks(self) -> int:
         return len(self._blocks)
@@ -83,14 +118,15 @@ class TsvSource(FileSource):
         lines = int(kernel.count_lines(data))
         self._rows[block] = lines
         rows = max(0, (lines if hi is None else min(hi, lines)) - lo)
-        dense = np.empty((rows, self.num_dense), np.float32)
+        dense = np.empty((rows, self.num_dense), np.float64 if self.raw else np.float32)
         labels = np.empty(rows, np.float32)
         ids = np.empty((len(self.features), rows), np.int64)
         report = np.zeros(5, np.int64)
         good = kernel.parse_lines(
-            data, lo, _NO_LIMIT if hi is None else hi, kernel.HEX, LOG1P, self.ids == "hash",
-            np.array(self.table_rows, np.uint64), np.array([row_mask(n) for n in self.table_rows], np.uint64),
-            np.array([m.missing for m in self.id_maps], np.int64), self.skip_bad, dense, labels, ids, report,
+            data, lo, _NO_LIMIT if hi is None else hi, kernel.HEX, LOG1P, self.ids == "hash" and not self.raw,
+            np.array([m.rows for m in self.id_maps], np.uint64),
+            np.array([row_mask(m.rows or 1) for m in self.id_maps], np.uint64),
+            np.array([m.missing for m in self.id_maps], np.int64), self.skip_bad, dense, labels, ids, report, self.raw,
         )  # fmt: skip
         if good < 0:
             raise DataError(self._what_is_wrong(block, data, report))
@@ -99,20 +135,22 @@ class TsvSource(FileSource):
     def _lines(self, block: int) -> np.ndarray:
         """The bytes of all lines that begin in the piece."""
         name, piece = self._blocks[block]
+        if name in self._codecs:
+            return np.frombuffer(self._unpacked(name, piece), np.uint8)
         begin = piece * PIECE_BYTES
         with self._reading(name), open(name, "rb", buffering=0) as file:
             # From the byte before, which tells whether a line begins here; to the end of the line of the last byte.
             file.seek(max(begin - 1, 0))
             data = _read_fully(file, PIECE_BYTES + min(begin, 1))
             tail = b"" if data.endswith(b"\n") else file.read(1 << 16)
-            while tail and b"\n" not in tail and len(tail) <= _LONGEST_LINE_BYTES:
+            while tail and b"\n" not in tail and len(tail) <= LONGEST_LINE_BYTES:
                 more = file.read(1 << 16)
                 if not more:
                     break
                 tail += more
-        if len(tail) > _LONGEST_LINE_BYTES:
+        if len(tail) > LONGEST_LINE_BYTES:
             raise DataError(
-                f"{name}: a line has more than {_LONGEST_LINE_BYTES} bytes; give "
+                f"{name}: a line has more than {LONGEST_LINE_BYTES} bytes; give "
                 "TAB-separated text with one sample a line"
             )
         start = data.find(b"\n") + 1 if begin else 0
@@ -120,6 +158,18 @@ class TsvSource(FileSource):
             return np.zeros(0, np.uint8)
         end = tail.find(b"\n") + 1 or len(tail)
         return np.frombuffer(data + tail[:end] if end else data, np.uint8)[start:]
+
+    def _start_reading(self) -> None:
+        self._text: PackedText | None = None
+        self._lock = Lock()  # of the unpacked text, which the fetching thread reads as well
+
+    def _unpacked(self, name: str, piece: int) -> bytes:
+        with self._lock, self._reading(name):
+            if self._text is None or self._text.name != name:
+                if self._text is not None:
+                    self._text.close()
+                self._text = PackedText(name, self._codecs[name], os.path.getsize(name), PACKED_PIECE_BYTES)
+            return self._text.lines(piece)
 
     # Bad lines.
 

@@ -51,6 +51,7 @@ def _parse_line(
     labels: np.ndarray,
     ids: np.ndarray,
     report: np.ndarray,
+    raw: bool,
 ) -> int:
     """Parse the line that starts at byte `at`; returns the byte behind its newline, or -1 with `report` filled."""
     size = len(data)
@@ -75,7 +76,9 @@ def _parse_line(
                 at += 1
             if (at == first and negative) or at - first > 18:
                 kind = INTEGER
-            if negative or value <= 0:
+            if raw:
+                dense[row, column - 1] = np.nan if at == first else np.float64(-value if negative else value)
+            elif negative or value <= 0:
                 dense[row, column - 1] = 0.0
             elif value < 65536:
                 dense[row, column - 1] = table[value]
@@ -93,7 +96,7 @@ def _parse_line(
                 kind = ID
             elif hashed:
                 ids[f, row] = to_row(np.int64(word), table_rows[f], masks[f])
-            elif word < table_rows[f]:
+            elif word <= table_rows[f] - np.uint64(1):  # rows = 0: no bound
                 ids[f, row] = np.int64(word)
             else:
                 kind = RANGE
@@ -133,10 +136,12 @@ def parse_lines(
     labels: np.ndarray,
     ids: np.ndarray,
     report: np.ndarray,
+    raw: bool,
 ) -> int:
     """Lines first_line..last_line-1 of `data` (uint8) into dense [R, n], labels [R] and ids [F, R]; returns the rows
     written.
 
+    raw: dense features are the numbers themselves, NaN where missing.
     A bad line is left out when `skip`; otherwise -1 is returned and `report` says where.
     """
     row = line = at = 0
@@ -144,7 +149,20 @@ def parse_lines(
         start = at
         if line >= first_line:
             at = _parse_line(
-                data, at, row, digits, table, hashed, table_rows, masks, missing, dense, labels, ids, report
+                data,
+                at,
+                row,
+                digits,
+                table,
+                hashed,
+                table_rows,
+                masks,
+                missing,
+                dense,
+                labels,
+                ids,
+                report,
+                raw,
             )
             if at >= 0:
                 row += 1
