@@ -33,7 +33,8 @@ setup(
     extras_require={
         "cuda12": ["cupy-cuda12x>=13.3"],
         "cuda13": ["cupy-cuda13x>=13.6"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
+        "tensorboard": ["tensorboard>=2.17"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "tensorboard>=2.17"],
         "plot": ["matplotlib>=3.8"],
         "notebook": ["matplotlib>=3.8", "notebook>=7", "nbclient>=0.10"],
         "torchrec": ["torchrec>=1.0"],

@@ -1,12 +1,14 @@
-"""What a training run tells while it runs: a listener with nothing to say, and one with a bar.
+"""What a training run tells while it runs: a listener with nothing to say, one with a bar, and several as one.
 
-A listener only looks: no listener changes a result.
+A listener only looks: no listener changes a result.  To attach your own, derive from `Listener`, override what you
+want to hear, and pass it: `cdlrm.train.train(config, MyListener())`.  All calls come from the training thread, between
+steps.  `cdlrm.tensorboard` is an example.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 
@@ -15,6 +17,9 @@ class Listener:
 
     def start(self, total_samples: int | None) -> None:
         """Training begins; `total_samples` is None when the data does not know its length."""
+
+    def resumed(self, steps: int, samples: int) -> None:
+        """After `start`, where the run goes on from a checkpoint: so much was trained before."""
 
     def step(self, samples: int) -> None:
         """A batch of `samples` was trained."""
@@ -27,6 +32,37 @@ class Listener:
 
     def close(self) -> None:
         """The run is over, for whatever reason."""
+
+
+class Several(Listener):
+    """Tells everything to each of `listeners`, in order."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self.listeners = list(listeners)
+
+    def start(self, total_samples: int | None) -> None:
+        for each in self.listeners:
+            each.start(total_samples)
+
+    def resumed(self, steps: int, samples: int) -> None:
+        for each in self.listeners:
+            each.resumed(steps, samples)
+
+    def step(self, samples: int) -> None:
+        for each in self.listeners:
+            each.step(samples)
+
+    def figures(self, figures: Mapping[str, float | None]) -> None:
+        for each in self.listeners:
+            each.figures(figures)
+
+    def evaluated(self, evaluation: Mapping[str, Any]) -> None:
+        for each in self.listeners:
+            each.evaluated(evaluation)
+
+    def close(self) -> None:
+        for each in self.listeners:
+            each.close()
 
 
 class ProgressBar(Listener):
@@ -51,6 +87,10 @@ class ProgressBar(Listener):
             ncols=None if on_screen else 120,
             dynamic_ncols=on_screen,
         )
+
+    def resumed(self, steps: int, samples: int) -> None:
+        if self._bar is not None:
+            self._bar.update(samples)
 
     def step(self, samples: int) -> None:
         if self._bar is not None:

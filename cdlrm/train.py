@@ -25,7 +25,7 @@ from .interrupt import Interrupt
 from .machine import package_version
 from .model import DLRM
 from .optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from .progress import Listener
+from .progress import Listener, Several
 from .resuming import Checkpoints
 
 TABLE_OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -61,6 +61,10 @@ class Trainer:
     ) -> None:
         self.config = config
         self.listener = listener or Listener()
+        if config.logdir is not None:
+            from .tensorboard import TensorBoard
+
+            self.listener = Several([self.listener, TensorBoard(config.logdir)])
         self.chosen: list[str] = []
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
         self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
@@ -118,8 +122,8 @@ class Trainer:
         if self.steps == 0:
             self.evaluate(limit=FIRST_EVALUATION_BATCHES)
         self.listener.start(self._total_samples())
-        if self.samples:
-            self.listener.step(self.samples)
+        if self.steps:
+            self.listener.resumed(self.steps, self.samples)
         for epoch in range(self.data.train.epoch, self.config.nepochs):
             self._epoch(epoch)
             if self._interrupt.asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,56 @@ def test_multi_hot_and_all_interactions() -> None:
     for changes in ({"synthetic_multi_hot": 3}, {"arch_interaction_op": "cat"}, {"arch_interaction_itself": True}):
         report = train(small(num_batches=3, **changes))
         assert math.isfinite(report["training"]["loss"])
+
+
+class Heard(Listener):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("start", "resumed", "step", "figures", "evaluated", "close"):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+def test_listeners_of_ones_own(tmp_path: Path, baseline: Any) -> None:
+    """A listener hears everything; TensorBoard's files are read back; neither changes a bit."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    heard = Heard()
+    found, report = trained(small(logdir=str(tmp_path), print_freq=4, test_freq=6), heard)
+    assert found == baseline[0]
+    steps = ["step"] * 4 + ["figures"] + ["step"] * 2 + ["evaluated"] + ["step"] * 2 + ["figures"] + ["step"] * 4
+    assert heard.calls == ["evaluated", "start", *steps, "figures", "evaluated", "close"]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    losses = events.Scalars("train/loss")
+    assert [event.step for event in losses] == [4, 8, 12]
+    assert losses[-1].value == pytest.approx(report["training"]["loss"])
+    assert [event.step for event in events.Scalars("test/auc")] == [0, 6, 12]
+    assert events.Scalars("test/log_loss")[-1].value == pytest.approx(report["evaluations"][-1]["log_loss"])
+
+
+def test_tensorboard_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'cdlrm\[tensorboard\]'"):
+        Trainer(small(logdir=str(tmp_path)))
+
+
+def test_counters_of_each_table(baseline: Any) -> None:
+    tables, cache = baseline[1]["tables"], baseline[1]["cache"]
+    assert list(tables) == ["c1", "c2", "c3", "c4", "c5"]
+    for key in ("distinct", "hits", "fills"):
+        assert sum(table[key] for table in tables.values()) == cache[key]
+    assert [table["rows"] for table in tables.values()] == [300, 50, 7, 1000, 2]
+    assert sum(table["cached_rows"] for table in tables.values()) == min(cache["cache_rows"], 260)
+    with Trainer(small(metrics=False)) as trainer:
+        seen: dict[str, set[int]] = {name: set() for name in tables}
+        for batch in trainer.data.train:
+            for name, jagged in batch.sparse.items():
+                seen[name] |= set(jagged.values.tolist())
+    assert {name: table["trained_rows"] for name, table in tables.items()} == {n: len(s) for n, s in seen.items()}
+    assert "Tables" in render(baseline[1])
 
 
 class InterruptAt(Listener):
