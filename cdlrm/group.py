@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from .cache import Cache
 from .driver.base import Driver, Segments
 from .errors import UsageError
+from .gradient import applied_gradient
 from .lookups import FeatureSlot, Lookups
 from .optim import Adam, Optimizer
 from .plan import MinCounter, Plan, Planner
@@ -99,6 +99,7 @@ class Group:
             self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
             self.cache = Cache(self.planner.cache_rows, self.store, driver)
             self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        self.scaler_known = False  # the module of the newest gradient was given its GradScaler
         self.closed = False
         self.horizon = 0  # of the newest look-ahead
         self.attached: Any = None  # the look-ahead that feeds this group
@@ -344,7 +345,7 @@ class Group:
         """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
         skip = (self.step is not None and self.step.skip) or any(call.step.skip for call in self.waiting_calls())
         for parameter in self.hyper.get("params", ()):
-            parameter.grad = torch.full((), float("inf") if skip else 0.0)
+            parameter.grad = applied_gradient(not skip, self.scaler_known, of_optimizer=True)
 
     def _apply(self, step: Step) -> None:
         """One update with all gradients that have come."""
