@@ -30,12 +30,14 @@ from .gradient import applied_gradient
 from .lookups import FeatureSlot, Lookups
 from .optim import Adam, Optimizer
 from .plan import MinCounter, Plan, Planner
+from .plan.kernels import tables_of
 from .plan.resident import ResidentPlanner
 from .step import Call, Step, merge
 from .store import RamStore, Store
 from .table import Table
 
 log = logging.getLogger("cdlrm")
+NO_TABLES = np.empty(0, np.int32)
 
 
 @dataclass
@@ -370,7 +372,8 @@ class Group:
             self.table_steps[self._tables_of(calls)] += 1
             step_sizes = np.array([self.optimizer.step_size(self.lr, max(int(t), 1)) for t in self.table_steps], np.float32)
             rows = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
-            segments.seg_table = (np.searchsorted(self.bases, rows, side="right") - 1).astype(np.int32)
+            segments.seg_table = np.empty(rows.size, np.int32)
+            tables_of(rows, self.bases, segments.seg_table, np.zeros(len(self.tables), np.int64))
         self.driver.update(
             self.optimizer, self.lr, self.weight, self.state, segments, lookup_row, grad, weights, step_sizes
         )
@@ -495,9 +498,9 @@ class Group:
 
     def rows_by_table(self, rows: np.ndarray) -> np.ndarray:
         """How many of the group rows `rows int [n]` each table has, int64 [tables]."""
-        if len(self.tables) == 1:
-            return np.array([rows.size], np.int64)
-        return np.bincount(np.searchsorted(self.bases[1:], rows, side="right"), minlength=len(self.tables))
+        counts = np.zeros(len(self.tables), np.int64)
+        tables_of(rows, self.bases, NO_TABLES, counts)
+        return counts
 
     def check(self) -> None:
         """Raise AssertionError naming a broken rule (tests call it after every public call)."""
