@@ -54,8 +54,8 @@ class TrainConfig:
 
     # fmt: off
     data: list[str] | None = setting(
-        None, "files, folders or globs of one format: .orc, .parquet, or Criteo's TAB-separated text (.tsv, .txt, or "
-        "no ending); default: synthetic data",
+        None, "files, folders or globs of one format: .parquet, .orc, Criteo's TAB-separated text (.tsv, .txt or no "
+        "ending, also .gz and .zst), DLRM's .npz, MLPerf's .bin, TorchRec's .npy; default: synthetic data",
         group="data", many=True, metavar="FILE")
     test_data: list[str] | None = setting(
         None, "files or globs to evaluate on; default: the end of --data, see --test-fraction",
@@ -79,6 +79,12 @@ class TrainConfig:
     sparse_columns: list[str] | None = setting(
         None, "Parquet and ORC: the columns of ids, or of lists of ids; default: c1, c2, …", group="data", many=True,
         metavar="NAME")
+    padding: int | None = setting(
+        None, "the id that fills lists up, which is left out", group="data", kind=int, metavar="ID")
+    num_dense: int | None = setting(
+        None, "text: columns of numbers behind the label; default: 13", group="data", kind=int, low=0)
+    num_sparse: int | None = setting(
+        None, "text: columns of ids behind those; default: 26, or what is left", group="data", kind=int, low=1)
     shuffle: bool = setting(False, "shuffle the training rows in blocks, by (seed, epoch)", group="data", kind=bool)
 
     synthetic_rows: str | None = setting(
@@ -207,7 +213,7 @@ class TrainConfig:
 
     def columns(self) -> dict[str, Any]:
         """The names of columns that were given."""
-        named = ("label_column", "dense_columns", "sparse_columns")
+        named = ("label_column", "dense_columns", "sparse_columns", "padding", "num_dense", "num_sparse")
         return {name: value for name in named if (value := getattr(self, name)) is not None}
 
     @classmethod

@@ -8,8 +8,21 @@ import platform
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("cdlrm", "torch", "numpy", "numba", "pyarrow", "safetensors", "torchmetrics")
+PACKAGES = (
+    "cdlrm", "torch", "numpy", "numba", "pyarrow", "safetensors", "torchmetrics", "tqdm", "pyyaml",
+)  # fmt: skip
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+OPTIONAL = {
+    "tensorboard": ("tensorboard", "figures of a run in TensorBoard (--logdir)"),
+    "matplotlib": ("plot", "plots"),
+    "notebook": ("notebook", "notebooks"),
+    "torchrec": ("torchrec", "KeyedJaggedTensor as input"),
+    "pytest": ("test", "the tests"),
+    "hypothesis": ("test", "the tests"),
+    "ruff": ("test", "the tests"),
+    "mypy": ("test", "the tests"),
+}
+"""Package -> the extra that brings it, and what it is for."""
 
 
 def package_version(name: str) -> str | None:
@@ -21,27 +34,58 @@ def package_version(name: str) -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """Facts about this machine; sizes in bytes, None where the system does not tell."""
+    """Facts about this machine; sizes in bytes, None where the system does not tell.
+
+    `packages` and `optional`: name -> version or None; `missing`: what is not installed, the extra that brings it and
+    what for; `devices`: those of torch; `drivers`: of this library, and NVIDIA's if it is found.
+    """
     cupy = {name: found for name in CUPY if (found := package_version(name))}
+    optional = {name: package_version(name) for name in OPTIONAL}
+    missing = [
+        {"package": name, "extra": extra, "for": purpose}
+        for name, (extra, purpose) in OPTIONAL.items() if optional[name] is None
+    ]  # fmt: skip
+    if not cupy:
+        missing.append({"package": "cupy", "extra": "cuda13", "for": "GPUs (not used by this version yet)"})
     return {
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
+        "optional": {**optional, **cupy},
+        "missing": missing,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _proc("/proc/cpuinfo", ("model name", "Model")) or platform.processor() or None,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _kib(_proc("/proc/meminfo", ("MemTotal",))),
         "memory_available_bytes": _kib(_proc("/proc/meminfo", ("MemAvailable",))),
-        "cupy": cupy or None,
         "device": "cpu",
-        "notes": [
-            "Training runs on the CPU device; this version has no GPU device.",
-            "CuPy: " + (", ".join(f"{name} {number}" for name, number in cupy.items()) if cupy else _no_cupy()),
-        ],
+        "devices": _devices(),
+        "drivers": {"cpu": "numba kernels", "cuda": "not in this version", "nvidia": _nvidia()},
+        "notes": ["Training runs on the CPU device; this version has no GPU device."],
     }
 
 
-def _no_cupy() -> str:
-    return "not installed; the extras cdlrm[cuda12] and cdlrm[cuda13] bring it."
+def _devices() -> list[dict[str, Any]]:
+    """The processor, and the GPUs that torch can use."""
+    found: list[dict[str, Any]] = [{"device": "cpu", "name": platform.machine(), "used": True}]
+    try:
+        import torch
+    except (ImportError, OSError):  # not installed, or one of its libraries does not load
+        return found
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(number)
+            gpu = {"device": f"cuda:{number}", "name": facts.name, "memory_bytes": facts.total_memory, "used": False}
+            found.append(gpu)
+    return found
+
+
+def _nvidia() -> str | None:
+    """The version of NVIDIA's kernel driver."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return None
+    return next((word for word in words if word.replace(".", "").isdigit() and "." in word), "found")
 
 
 def _proc(file: str, keys: tuple[str, ...]) -> str | None:
@@ -72,7 +116,14 @@ def render_info(facts: dict[str, Any]) -> str:
         "processor": f"{facts['processor'] or 'unknown'}, {facts['cpus']} usable",
         "memory": f"{gib(facts['memory_bytes'])}, {gib(facts['memory_available_bytes'])} available",
         "device": facts["device"],
+        **{
+            each["device"]: f"{each['name']}, {gib(each['memory_bytes'])}, not used"
+            for each in facts["devices"] if each["device"] != "cpu"
+        },
+        "drivers": ", ".join(f"{name}: {found or 'not found'}" for name, found in facts["drivers"].items()),
         "python": facts["python"],
         **{name: number or "not installed" for name, number in facts["packages"].items()},
-    }
-    return "\n".join([*(f"{name:<14}{value}" for name, value in rows.items()), *facts["notes"]])
+        **{name: number for name, number in facts["optional"].items() if number},
+    }  # fmt: skip
+    missing = [f"missing: {m['package']}, for {m['for']}; pip install 'cdlrm[{m['extra']}]'" for m in facts["missing"]]
+    return "\n".join([*(f"{name:<14}{value}" for name, value in rows.items()), *missing, *facts["notes"]])

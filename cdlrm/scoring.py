@@ -91,7 +91,7 @@ def _open(
         "bad_rows": config.bad_rows or trained.bad_rows,
         "columns": trained.columns(),
     }
-    source, labelled = open_for_prediction(config.data, table_rows=1, **settings)
+    source, labelled = open_for_prediction(config.data, table_rows=None, **settings)
     if (source.features, source.num_dense) != (saved["features"], saved["num_dense"]):
         raise DataError(
             f"--data has {source.num_dense} dense columns and the categorical columns {', '.join(source.features)} "

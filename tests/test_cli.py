@@ -168,11 +168,15 @@ def test_no_progress_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.err == "" and "none: --no-metrics" in captured.out
 
 
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdlrm.machine.package_version", lambda name: None if name == "torchrec" else "1.2.3")
     assert main(["info"]) == 0
-    assert "torch" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "torch" in out and "missing: torchrec" in out and "pip install 'cdlrm[torchrec]'" in out
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
+    assert {"package": "torchrec", "extra": "torchrec", "for": "KeyedJaggedTensor as input"} in facts["missing"]
+    assert facts["devices"][0]["device"] == "cpu" and set(facts["drivers"]) == {"cpu", "cuda", "nvidia"}
     assert facts["cpus"] >= 1 and facts["packages"]["torch"] and facts["memory_bytes"] > 2**28
 
 
