@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cdlrm.cli import main
+from cdlrm.cli import build_parser, main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,21 +25,24 @@ def test_python_blocks_run(number: int, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def commands() -> list[str]:
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    lines = [line for block in blocks("sh") for line in block.replace("\\\n", " ").splitlines()]
     return [part.strip() for line in lines for part in line.split("&&") if part.strip().startswith("cdlrm ")]
 
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_parse(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `cdlrm` line, with --print-config so that it stops after its settings are read."""
+    """Every `cdlrm` line; training with --print-config so that it stops after its settings are read."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("seed: 1\n", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text("checkpoint_dir: run\n", encoding="utf-8")
     words = shlex.split(command.partition(" > ")[0])[1:]
+    if words[0] != "train":
+        assert build_parser().parse(words).command
+        return
     assert main([*words, "--print-config"]) == 0
 
 
 def test_named_tests_exist() -> None:
-    for file, _, test in re.findall(r"`(tests/\w+\.py)(::(\w+))?`", README):
+    for file, _, test in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", README):
         text = (ROOT / file).read_text(encoding="utf-8")
         assert not test or f"def {test}(" in text, f"{file}::{test}"
 
