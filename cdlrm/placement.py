@@ -16,6 +16,7 @@ from .errors import ConfigError
 from .group import Group
 from .initial import Initializer
 from .optim import Optimizer
+from .plan.planner import MAX_SLOTS
 from .store import Store, open_store
 from .table import Table
 
@@ -134,7 +135,7 @@ def make_groups(
             )
             log.warning(notes[-1])
         # a file's rows are never all on the device in place: its cache may hold all, but as a cache
-        resident = slots[i] >= rows[i] and home.kind == "ram"
+        resident = slots[i] >= rows[i] and home.kind == "ram" and rows[i] < MAX_SLOTS
         groups.append(
             Group(
                 own, optimizer, driver, home, cache_rows=slots[i], resident=resident, strict=strict, shards=shards,

@@ -21,6 +21,7 @@ from . import kernels as k
 from .plan import Plan
 
 MAX_SHARDS = 16
+MAX_SLOTS = 1 << 31  # slots are int32
 ROWS_PER_SHARD = 1 << 18
 NO_INDEX = np.empty(0, np.int32)
 
@@ -146,8 +147,8 @@ class Planner:
         strict: bool = False,
         executor: ThreadPoolExecutor | None = None,
     ) -> None:
-        if cache_rows < 1:
-            raise ConfigError(f"cache_rows={cache_rows}: a cache needs at least 1 row.")
+        if not 1 <= cache_rows < MAX_SLOTS:
+            raise ConfigError(f"cache_rows={cache_rows}: a cache needs at least 1 row and less than {MAX_SLOTS}.")
         if prefetch_depth < 0:
             raise ConfigError(f"prefetch_depth={prefetch_depth}: must be 0 or more.")
         shards = shards_for(cache_rows) if shards is None else shards
