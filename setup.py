@@ -22,7 +22,7 @@ setup(
     entry_points={"console_scripts": ["cdlrm = cdlrm.cli:main"]},
     install_requires=[
         "torch>=2.11",
-        "numpy>=1.26",
+        "numpy>=2",
         "numba>=0.61",
         "pyarrow>=15",
         "safetensors>=0.4",
@@ -34,7 +34,7 @@ setup(
         "cuda12": ["cupy-cuda12x>=13.3"],
         "cuda13": ["cupy-cuda13x>=13.6"],
         "tensorboard": ["tensorboard>=2.17"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "tensorboard>=2.17"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "tensorboard>=2.17", "matplotlib>=3.8"],
         "plot": ["matplotlib>=3.8"],
         "notebook": ["matplotlib>=3.8", "notebook>=7", "nbclient>=0.10"],
         "torchrec": ["torchrec>=1.0"],
