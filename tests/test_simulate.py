@@ -1,0 +1,266 @@
+"""`cdlrm simulate`: counts equal to the planner's and to training's, curves, traces, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import cdlrm.plan.planner as planner_module
+from cdlrm.cli import main
+from cdlrm.errors import ConfigError, DataError
+from cdlrm.plan import MinCounter, Planner
+from cdlrm.simulate import grid as grid_module
+from cdlrm.simulate.grid import Grid, simulate
+from cdlrm.simulate.trace import BatchRows, FileTrace, Recorder, Trace
+from cdlrm.simulate.uses import Uses
+
+SMALL = ["--synthetic-rows", "3000-500-7-10000-2", "--mini-batch-size", "256", "--no-progress"]
+
+
+class Given(Trace):
+    """A trace from memory."""
+
+    def __init__(self, batches: list[np.ndarray], table_rows: list[int], epochs: list[int] | None = None) -> None:
+        self.data, self.table_rows = batches, table_rows
+        self.epochs = epochs or [0] * len(batches)
+        self.names, self.batches = [f"t{i}" for i in range(len(table_rows))], len(batches)
+
+    def __iter__(self) -> Iterator[BatchRows]:
+        yield from map(BatchRows, self.data, self.epochs)
+
+
+def random_trace(seed: int) -> Given:
+    rng = np.random.default_rng(seed)
+    n, most = int(rng.integers(5, 300)), int(rng.integers(1, 80))
+    count = int(rng.integers(1, 60))
+    sizes = rng.integers(0, most + 1, count)
+    batches = [np.minimum((rng.pareto(1.0, size) * n / 20).astype(np.int64), n - 1) for size in sizes]
+    batches[0] = np.append(batches[0], 0)
+    cut = int(rng.integers(1, n))
+    return Given(batches, [cut, n - cut], np.sort(rng.integers(0, 3, count)).tolist())
+
+
+def planned(trace: Given, cache: int, horizon: int, depth: int) -> tuple[int, int, int]:
+    """Fills of the real planner, of MIN(0) and MIN(depth), as `cdlrm.runtime` would drive it."""
+    planner = Planner(trace.num_rows, cache, depth)
+    least = MinCounter(trace.num_rows, planner.cache_rows, 0, depth)
+    fills = 0
+    for epoch in sorted(set(trace.epochs)):
+        batches = [rows for rows, mine in zip(trace.data, trace.epochs, strict=True) if mine == epoch]
+        read = 0
+        for _ in batches:
+            while read < len(batches) and planner.window <= max(horizon, depth):
+                planner.scan(batches[read])
+                read += 1
+            plan = planner.plan()
+            fills += plan.fill_rows.size
+            least.resize(plan.cache_rows)
+            least.add(plan.seg_row)
+    return fills, least.fills, least.fills_at(depth)
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("shards", [1, 4])
+def test_fills_equal_the_planners(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any cache size down to 1 (growing), horizon, depth, number of epochs and shards; stretches of a few batches."""
+    for module in (planner_module, __import__("cdlrm.simulate.caches", fromlist=["caches"])):
+        monkeypatch.setattr(module, "shards_for", lambda cache_rows: shards)
+    monkeypatch.setattr(grid_module, "STRETCH_LOOKUPS", 100)
+    trace, rng = random_trace(seed), np.random.default_rng(seed + 1000)
+    grid = Grid(
+        cache_rows=rng.integers(1, trace.num_rows + 1, 2).tolist(),
+        horizon=rng.integers(0, 12, 2).tolist(),
+        prefetch_depth=rng.integers(0, 4, 2).tolist(),
+    )
+    found = simulate(trace, grid, workers=2)
+    for result in found.results:
+        depth = result["prefetch_depth"]
+        fills, min0, mind = planned(trace, result["cache_rows"], result["horizon"] or 0, depth)
+        if result["policy"] == "min":
+            assert result["fills"] == (min0 if depth == 0 else mind)
+        else:
+            assert result["fills"] == fills
+            assert sum(result["fills_by_table"].values()) == fills
+    assert found.summary["distinct"] == sum(np.unique(rows).size for rows in trace.data)
+    assert found.summary["rows_touched"] == np.unique(np.concatenate(trace.data)).size
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lru_curve_equals_one_cache_after_another(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_module, "STRETCH_LOOKUPS", 50)
+    trace = random_trace(seed)
+    found = simulate(trace, Grid(cache_rows=[trace.num_rows], curve=12))
+    lru = [r for r in found.results if r["policy"] == "lru" and r["horizon"] == 0]
+    assert lru
+    for result in lru:
+        assert result["fills"] == planned(trace, result["cache_rows"], 0, 0)[0]
+
+
+def test_results_do_not_depend_on_workers() -> None:
+    trace = random_trace(3)
+    grid = Grid(cache_rows=[20, 5], horizon=[0, 4], prefetch_depth=[0, 2], curve=5)
+    assert simulate(trace, grid, workers=1) == simulate(trace, grid, workers=3)
+
+
+def test_memory_does_not_grow_with_the_trace() -> None:
+    rng = np.random.default_rng(0)
+    uses = Uses([1000], horizon=5, depth=1, shards={1})
+    for _ in range(400):
+        uses.add(BatchRows(rng.integers(0, 1000, 50), 0))
+        uses.take(ended=False)
+        assert len(uses._batches) <= 5 + 1 + 2
+
+
+def test_counts_equal_trainings(tmp_path: Path) -> None:
+    """Two epochs of the same data through `cdlrm train` and `cdlrm simulate`."""
+    same = [*SMALL, "--num-batches", "12", "--nepochs", "2", "--cache-ratio", "0.2", "--horizon", "3"]
+    report, out = tmp_path / "report.json", tmp_path / "out.jsonl"
+    assert main(["train", *same, "--arch-mlp-top", "8-1", "--no-metrics", "--json", str(report)]) == 0
+    assert main(["simulate", *same, "--out", str(out)]) == 0
+    trained = json.loads(report.read_text())["cache"]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    fills = {(line["policy"], line["prefetch_depth"]): line["fills"] for line in lines}
+    assert fills == {("lru", 1): trained["fills"], ("min", 0): trained["min0_fills"], ("min", 1): trained["mind_fills"]}
+    assert all(line["distinct"] == trained["distinct"] and line["lookups"] == trained["lookups"] for line in lines)
+    assert all(line["bytes_filled"] == line["fills"] * 4 * 17 for line in lines)  # dim 16 and one state a row
+
+
+def test_a_recorded_trace_gives_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = [*SMALL, "--num-batches", "20", "--nepochs", "2"]
+    grid = ["--cache-ratio", "0.1", "0.3", "--horizon", "0", "6", "--curve", "5"]
+    trace, first, second = tmp_path / "t.parquet", tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    assert main(["simulate", *data, *grid, "--record", str(trace), "--out", str(first)]) == 0
+    assert main(["simulate", "--no-progress", "--trace", str(trace), *grid, "--out", str(second)]) == 0
+    assert first.read_text() == second.read_text()
+    assert "MIN(d)" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "t.parquet"]
+
+
+def test_npz_and_parquet_traces_as_documented(tmp_path: Path) -> None:
+    batches = [np.array([0, 5, 5]), np.array([], np.int64), np.array([9, 0])]
+    starts = np.array([0, 3, 3, 5], np.int32)
+    np.savez_compressed(tmp_path / "t.npz", rows=np.concatenate(batches), starts=starts, table_rows=[4, 6])
+    schema = pa.schema([("rows", pa.list_(pa.int32()))], metadata={"cdlrm.table_rows": "[4, 6]"})
+    pq.write_table(pa.table({"rows": [b.tolist() for b in batches]}, schema=schema), tmp_path / "t.parquet")
+    for name in ("t.npz", "t.parquet"):
+        trace = FileTrace(str(tmp_path / name))
+        assert (trace.table_rows, trace.batches, trace.names) == ([4, 6], 3, ["t0", "t1"])
+        assert [rows.tolist() for rows, _ in trace] == [b.tolist() for b in batches]
+
+
+def test_bad_traces(tmp_path: Path) -> None:
+    def refused(name: str, words: str, table_rows: str | None = None) -> None:
+        with pytest.raises((ConfigError, DataError), match=words):
+            list(FileTrace(str(tmp_path / name), table_rows))
+
+    refused("none.npz", "no such file")
+    assert main(["simulate", "--trace", str(tmp_path / "none.npz")]) == 1
+    (tmp_path / "t.txt").write_text("1 2 3")
+    refused("t.txt", "parquet or .npz")
+    for name in ("junk.npz", "junk.parquet"):
+        (tmp_path / name).write_bytes(b"junk" * 100)
+        refused(name, "not a trace")
+    np.savez(tmp_path / "norows.npz", starts=[0])
+    refused("norows.npz", "not a trace")
+    np.savez(tmp_path / "starts.npz", rows=[1, 2], starts=[0, 5], table_rows=[9])
+    refused("starts.npz", "must rise from 0 to the 2")
+    np.savez(tmp_path / "empty.npz", rows=np.empty(0, np.int64), starts=[0], table_rows=[9])
+    refused("empty.npz", "no batches")
+    np.savez(tmp_path / "range.npz", rows=[1, 12], starts=[0, 2], table_rows=[9])
+    refused("range.npz", "lookup 1 of batch 0 is row 12")
+    np.savez(tmp_path / "sizes.npz", rows=[1, 2], starts=[0, 2])
+    refused("sizes.npz", "give --table-rows")
+    assert FileTrace(str(tmp_path / "sizes.npz"), "3-4").table_rows == [3, 4]
+    pq.write_table(pa.table({"rows": [1, 2]}), tmp_path / "flat.parquet")
+    refused("flat.parquet", "list of integers")
+
+
+def test_an_empty_trace_is_said() -> None:
+    with pytest.raises(DataError, match="empty"):
+        simulate(Given([], [5]), Grid())
+    with pytest.raises(DataError, match="empty"):
+        simulate(Given([np.empty(0, np.int64)], [5]), Grid())
+
+
+BAD = {
+    "--policy belady": "one of lru, min",
+    "--horizon -1": "at least 0",
+    "--horizon two": "whole number",
+    "--prefetch-depth 65": "at most 64",
+    "--cache-rows 0": "at least 1",
+    "--cache-rows 99999999": "only 13509 rows",
+    "--cache-ratio 0": "above 0",
+    "--cache-ratio 1.5": "at most 1",
+    "--cache-ratio nan": "above 0",
+    "--curve 1": "at least 2",
+    "--workers 0": "at least 1",
+    "--figure x.bmp": ".png or .svg",
+    "--out /no/such/folder/x": "folder does not exist",
+    "--record x.npz": ".parquet",
+    "--trace x.parquet": "leave one of them out",
+    "--cache-row 3": "did you mean --cache-rows?",
+    "--horizon": "at least one argument",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_are_one_sentence(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, *flags.split()]) in (1, 2)
+    said = capsys.readouterr().err
+    assert BAD[flags] in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_ctrl_c_reports_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = random_trace(5)
+
+    def stopped(self: Given) -> Iterator[BatchRows]:
+        yield from map(BatchRows, self.data[:3], self.epochs[:3])
+        raise KeyboardInterrupt
+
+    whole = simulate(Given(trace.data[:3], trace.table_rows, trace.epochs[:3]), Grid(cache_rows=[9]))
+    monkeypatch.setattr(Given, "__iter__", stopped)
+    part = simulate(trace, Grid(cache_rows=[9]))
+    assert part.summary.pop("interrupted") and not whole.summary.pop("interrupted")
+    assert part == whole
+
+
+def test_recording_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    trace = random_trace(1)
+    recorder = Recorder(str(tmp_path / "t.parquet"), trace)
+    recorder.add(BatchRows(trace.data[0], 0))
+    recorder.close(keep=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_resident_tables_are_proposed_where_they_pay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A small table that is swept in turn defeats every cache; a large one that is never reused fills it."""
+    batches = [np.concatenate([np.arange(20) + 20 * (b % 5), 100 + 150 * b + np.arange(150)]) for b in range(200)]
+    np.savez(tmp_path / "t.npz", rows=np.concatenate(batches), starts=np.arange(201) * 170, table_rows=[100, 30000])
+    flags = ["--cache-rows", "250", "--horizon", "0", "--prefetch-depth", "0", "--policy", "lru"]
+    out = tmp_path / "o.jsonl"
+    flags += ["--propose-resident", "--no-progress", "--out", str(out)]
+    assert main(["simulate", "--trace", str(tmp_path / "t.npz"), *flags]) == 0
+    assert "t0 (100 rows)" in capsys.readouterr().out
+    line = json.loads(out.read_text())
+    assert line["resident_proposal"]["tables"][0]["table"] == "t0"
+    assert line["fills"] == 200 * 170 and line["resident_proposal"]["fills"] == 200 * 150 + 100
+
+
+def test_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("f.png", "f.svg"):
+        flags = ["--num-batches", "8", "--curve", "6", "--figure", str(tmp_path / name)]
+        assert main(["simulate", *SMALL, *flags]) == 0
+        assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and "--trace FILE" in out and "policies:" in out
