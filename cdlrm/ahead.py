@@ -52,7 +52,9 @@ def embedding_modules(modules: nn.Module | Iterable[nn.Module]) -> list[Any]:
     found: list[Any] = []
     for module in given:
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"lookahead: {module!r} is not a torch.nn.Module; pass the model or its embedding modules.")
+            raise ConfigError(
+                f"lookahead: {module!r} is not a torch.nn.Module; pass the model or its embedding modules."
+            )
         for part in module.modules():
             if hasattr(part, "lookahead_calls") and not any(part is other for other in found):
                 found.append(part)

@@ -195,7 +195,8 @@ class Cache:
         slot_row, dirty = np.full(size, -1, np.int64), np.zeros(size, np.uint8)
         spans = ((0, 0, self.rows), (rows, self.rows, self.lent))
         for to, start, count in spans:
-            for new, old in ((weight, self.weight), (state, self.state), (slot_row, self.slot_row), (dirty, self.dirty)):
+            pairs = ((weight, self.weight), (state, self.state), (slot_row, self.slot_row), (dirty, self.dirty))
+            for new, old in pairs:
                 new[to : to + count] = old[start : start + count]
         self.weight, self.state, self.slot_row, self.dirty = weight, state, slot_row, dirty
         self.rows = rows

@@ -145,7 +145,8 @@ def _inputs(features: Any) -> tuple[Mapping[str, Any], int | None]:
     if all(hasattr(features, name) for name in ("keys", "values", "lengths")):
         return _keyed_jagged(features)
     raise InputError(
-        f"the input is a {type(features).__name__}; pass a cdlrm.Batch, a mapping feature -> (values, offsets[, weights]), "
+        f"the input is a {type(features).__name__}; pass a cdlrm.Batch, a mapping feature -> (values, "
+        "offsets[, weights]), "
         f"or a KeyedJaggedTensor."
     )
 
@@ -156,7 +157,9 @@ def _keyed_jagged(features: Any) -> tuple[dict[str, Any], int]:
     weights = features.weights_or_none() if hasattr(features, "weights_or_none") else None
     size = len(lengths) // max(len(keys), 1)
     if size * len(keys) != len(lengths):
-        raise InputError(f"the KeyedJaggedTensor has {len(lengths)} lengths for {len(keys)} keys; give as many per key.")
+        raise InputError(
+            f"the KeyedJaggedTensor has {len(lengths)} lengths for {len(keys)} keys; give as many per key."
+        )
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths.cpu(), 0)])
     if int(ends[-1]) != len(values):
         raise InputError(f"the KeyedJaggedTensor's lengths add up to {int(ends[-1])} but it has {len(values)} values.")

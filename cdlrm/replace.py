@@ -119,7 +119,8 @@ def _find(model: nn.Module, min_rows: int, skip: Sequence[str]) -> dict[str, Any
         if isinstance(module, _KINDS) and id(module) not in skipped and module.num_embeddings >= min_rows:
             if path == "":
                 raise ConfigError(
-                    "the model is itself an embedding; use cdlrm.EmbeddingBag.from_pretrained or cdlrm.Embedding instead."
+                    "the model is itself an embedding; use cdlrm.EmbeddingBag.from_pretrained or cdlrm.Embedding "
+                    "instead."
                 )
             reason = _obstacle(model, module)
             if reason:
@@ -141,7 +142,10 @@ def _obstacle(model: nn.Module, module: Any) -> str:
     if getattr(module, "mode", "sum") == "max":
         return 'mode="max" is not offered'
     if module.weight.dtype != torch.float32 or module.weight.device.type != "cpu":
-        return f"its rows are {module.weight.dtype} on {module.weight.device}, and this version trains float32 on the CPU"
+        return (
+            f"its rows are {module.weight.dtype} on {module.weight.device}, and this version trains float32 "
+            "on the CPU"
+        )
     for other in model.modules():
         if other is not module and any(p is module.weight for p in other.parameters(recurse=False)):
             return f"its weight is shared with a {type(other).__name__}, which needs it as one tensor"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cdlrm import optim
 from cdlrm.driver import cpu, cpu_kernels, cpu_update
