@@ -51,7 +51,9 @@ class _OneTable(CachedModule):
                 f"per_sample_weights of 1 / frequency, or scale_grad_by_freq=False."
             )
         if settings["dtype"] not in (None, torch.float32):
-            raise ConfigError(f"{kind}(dtype={settings['dtype']}): rows are float32; use torch.autocast around the model.")
+            raise ConfigError(
+                f"{kind}(dtype={settings['dtype']}): rows are float32; use torch.autocast around the model."
+            )
         self.num_embeddings, self.embedding_dim = settings["num_embeddings"], settings["embedding_dim"]
         self.padding_idx = _padding(kind, settings["padding_idx"], self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, settings["norm_type"], False  # torch has them
@@ -156,7 +158,9 @@ class _OneTable(CachedModule):
         self.set_table(self._keys["weight"], values)
 
     def reset_parameters(self) -> None:
-        raise UsageError("rows are initialised by seed where they are first used; make a new module with another seed=.")
+        raise UsageError(
+            "rows are initialised by seed where they are first used; make a new module with another seed=."
+        )
 
     # --- copies ---
 
@@ -219,7 +223,9 @@ def _integers(kind: str, name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise InputError(f"{kind}: {name} is a {type(value).__name__}; pass a tensor of int64 or int32.")
     if value.is_nested:
-        raise InputError(f"{kind}: {name} is a nested tensor; pass its values() and offsets() with include_last_offset.")
+        raise InputError(
+            f"{kind}: {name} is a nested tensor; pass its values() and offsets() with include_last_offset."
+        )
     return value.cpu()
 
 
@@ -275,7 +281,8 @@ class EmbeddingBag(_OneTable):
                 raise InputError(f'per_sample_weights need mode="sum", but the mode is {self.mode!r}.')
             if per_sample_weights.shape != values.shape:
                 raise InputError(
-                    f"per_sample_weights have shape {list(per_sample_weights.shape)} but input has {list(values.shape)}; "
+                    f"per_sample_weights have shape {list(per_sample_weights.shape)} but input has "
+                    f"{list(values.shape)}; "
                     f"pass one weight per id."
                 )
         if values.dim() == 2:
@@ -291,12 +298,16 @@ class EmbeddingBag(_OneTable):
                 raise InputError("offsets are missing: a 1-D input needs them (the start of each bag).")
             offsets = _integers("EmbeddingBag", "offsets", offsets)
             if offsets.dim() != 1:
-                raise InputError(f"offsets have {offsets.dim()} dimensions; pass a 1-D tensor with the start of each bag.")
+                raise InputError(
+                    f"offsets have {offsets.dim()} dimensions; pass a 1-D tensor with the start of each bag."
+                )
             if not self.include_last_offset:
                 offsets = torch.cat([offsets, torch.tensor([len(values)], dtype=offsets.dtype)])
             size = len(offsets) - 1
         else:
-            raise InputError(f"input has {values.dim()} dimensions; pass 1-D ids with offsets, or a 2-D matrix of bags.")
+            raise InputError(
+                f"input has {values.dim()} dimensions; pass 1-D ids with offsets, or a 2-D matrix of bags."
+            )
         return (*self._without_padding(values, offsets, per_sample_weights), size)
 
 

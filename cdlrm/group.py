@@ -370,7 +370,8 @@ class Group:
         step_sizes = None
         if isinstance(self.optimizer, Adam):
             self.table_steps[self._tables_of(calls)] += 1
-            step_sizes = np.array([self.optimizer.step_size(self.lr, max(int(t), 1)) for t in self.table_steps], np.float32)
+            sizes = [self.optimizer.step_size(self.lr, max(int(t), 1)) for t in self.table_steps]
+            step_sizes = np.array(sizes, np.float32)
             rows = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
             segments.seg_table = np.empty(rows.size, np.int32)
             tables_of(rows, self.bases, segments.seg_table, np.zeros(len(self.tables), np.int64))
