@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .errors import NonFiniteGradientError
+from .errors import NonFiniteGradientError, UsageError
 from .group import Group
 from .lookups import Lookups
 from .step import Call
@@ -63,13 +64,16 @@ def _forward(calls: list[GroupCall], training: bool) -> list[np.ndarray]:
 
 class _PooledLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, module: Any, calls: list[GroupCall], features: list[str], anchor: Tensor, *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, module: Any, calls: list[GroupCall], features: list[str], anchor: Tensor, *weights: Tensor
+    ) -> Any:
         ctx.module, ctx.calls, ctx.features = module, calls, features
         ctx.learns = anchor.requires_grad
         ctx.set_materialize_grads(False)
         return tuple(torch.from_numpy(out) for out in _forward(calls, training=True))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         dims = sorted({each.group.dim for each in ctx.calls})
         by_dim = dict(zip(dims, grads, strict=True))
@@ -87,6 +91,8 @@ class _PooledLookup(torch.autograd.Function):
         finite = _finite(ctx.module, received)
         weight_grads = _weight_grads(ctx, received)
         if ctx.learns:
+            if not _asked_for_rows(ctx):
+                return (None, None, None, None, *weight_grads)
             ctx.module.gradients_come()
         for each, matrix in _unscaled(ctx.module, received):
             assert each.call is not None
@@ -101,6 +107,17 @@ class _PooledLookup(torch.autograd.Function):
         return (None, None, None, None, *weight_grads)
 
 
+def _asked_for_rows(ctx: Any) -> bool:
+    """Whether this backward pass is to train: `torch.autograd.grad` for per-sample weights must not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[0][0]))
+    except RuntimeError as error:
+        raise UsageError(
+            "torch.autograd.grad was asked for the gradient of a cdlrm module's anchor, but the gradient of its rows "
+            "is never a tensor; call backward(), or ask for the gradients of other parameters only."
+        ) from error
+
+
 def _finite(module: Any, received: list[tuple[GroupCall, np.ndarray]]) -> bool:
     """Whether all gradients are finite; raises NonFiniteGradientError unless the module skips such steps."""
     for dim in {each.group.dim for each, _ in received}:
@@ -113,7 +130,8 @@ def _finite(module: Any, received: list[tuple[GroupCall, np.ndarray]]) -> bool:
             sample, feature = divmod(row, each.lookups.width)
             raise NonFiniteGradientError(
                 f"batch {each.call.step.batch}: the gradient of sample {sample}, feature column {feature}, element "
-                f'{column} is {matrix[row, column]}; nothing was updated; lower the learning rate, or use nonfinite="skip".'
+                f"{column} is {matrix[row, column]}; nothing was updated; lower the learning rate, or use "
+                f'nonfinite="skip".'
             )
     return True
 

@@ -201,6 +201,35 @@ def test_weights_that_are_no_leaves_pass_their_gradient_on() -> None:
     close(leaves[0].grad, leaves[1].grad)
 
 
+def test_asking_for_the_weights_gradient_alone_trains_nothing() -> None:
+    ours, theirs = twins("EmbeddingBag", 12, 3, mode="sum")
+    before = ours.weight.clone()
+    leaves = [WEIGHTS.clone().requires_grad_() for _ in range(2)]
+    outs = [module(VALUES, OFFSETS, leaf) for module, leaf in zip((ours, theirs), leaves, strict=True)]
+    grads = [torch.autograd.grad(out.square().sum(), [leaf], retain_graph=True)[0]
+             for out, leaf in zip(outs, leaves, strict=True)]  # fmt: skip
+    close(*grads)
+    for out, leaf in zip(outs, leaves, strict=True):
+        out.sum().backward(inputs=[leaf], retain_graph=True)
+    close(leaves[0].grad, leaves[1].grad)
+    assert torch.equal(ours.weight, before)
+    with pytest.raises(UsageError, match="never a tensor"):
+        torch.autograd.grad(outs[0].sum(), [ours.anchor], retain_graph=True)
+    assert torch.equal(ours.weight, before)
+    for out in outs:
+        out.sum().backward()
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    close(ours.weight, theirs.weight)
+
+
+def test_second_derivatives_are_refused() -> None:
+    ours, _ = twins("EmbeddingBag", 12, 3, mode="sum")
+    leaf = WEIGHTS.clone().requires_grad_()
+    grad = torch.autograd.grad(ours(VALUES, OFFSETS, leaf).square().sum(), [leaf], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
 # --- pretrained ---------------------------------------------------------------------------------
 
 
