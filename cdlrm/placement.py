@@ -86,7 +86,8 @@ def place(
         return list(rows), [f"cache_rows=auto: everything is resident ({told}, {RESERVE:.0%} reserved)."]
     if store != "ram":
         slots = [max(1, int(n * usable / 2 / max(need, 1))) for n in rows]
-        return slots, [f"cache_rows=auto: {sum(slots)} of {total} rows are cached in half of the usable memory ({told})."]
+        chosen = f"{sum(slots)} of {total} rows are cached in half of the usable memory"
+        return slots, [f"cache_rows=auto: {chosen} ({told})."]
     raise ConfigError(
         f"the tables do not fit the host memory: {told}, of which {RESERVE:.0%} stay reserved; use "
         f'store="file:DIR", fewer rows, a smaller dim, or an optimizer with less state.'
