@@ -24,10 +24,13 @@ from .config import TrainConfig
 from .data import Batch, Source
 from .datasets import Datasets
 from .errors import ConfigError, DataError
+from .placement import available_bytes
 from .progress import Listener
 from .scoring_config import ScoreConfig
 from .train import build_model, build_tables
 from .unlabelled import open_for_prediction
+
+RESIDENT_SHARE = 0.25  # of the available memory
 
 
 class Scorer:
@@ -48,10 +51,10 @@ class Scorer:
         trained = TrainConfig.from_mapping(extra["config"])
         rows = [info["tables"][name]["rows"] for name in extra["data"]["features"]]
         self.source, self.labelled = _open(config, trained, extra["data"], rows, labels)
-        # the cache does not matter, as every batch reads what it needs: one slot
         settings = dataclasses.replace(
-            trained, cache_rows=1, store=config.store, checkpoint_dir=None, checkpoint_every=None, resume=False
-        )
+            trained, cache_rows=_slots(config, trained, sum(rows)), store=config.store, checkpoint_dir=None,
+            checkpoint_every=None, resume=False, logdir=None,
+        )  # fmt: skip
         data = Datasets(self.source, None, self.source.features, self.source.num_dense, rows)
         self.tables = build_tables(settings, data, [])
         try:
@@ -78,6 +81,12 @@ class Scorer:
                 listener.step(batch.size)
         finally:
             listener.close()
+
+
+def _slots(config: ScoreConfig, trained: TrainConfig, rows: int) -> int:
+    """All rows resident where they are a small part of the memory; otherwise every batch reads what it needs."""
+    record_bytes = 8 * trained.arch_sparse_feature_size  # weights, and state that is no larger as a rule
+    return rows if config.store == "ram" and rows * record_bytes <= RESIDENT_SHARE * available_bytes() else 1
 
 
 def _open(
