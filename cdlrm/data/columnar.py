@@ -33,7 +33,7 @@ class ColumnarSource(FileSource):
     Memory: one row group (stripe) as Arrow has it and once more as columns, so files with huge row groups need more.
     """
 
-    column_settings = ("label_column", "dense_columns", "sparse_columns", "padding")
+    column_settings: tuple[str, ...] = ("label_column", "dense_columns", "sparse_columns", "padding")
     open_files = 16  # so that footers are not read for every block
 
     def _open(self, columns: dict[str, Any]) -> None:

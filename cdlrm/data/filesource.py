@@ -32,6 +32,9 @@ class FileSource(Source):
     reads_ahead = True
     column_settings: tuple[str, ...] = ()
     """Names that the mapping `columns` may hold."""
+    label: str
+    dense: list[str]
+    """Names of the columns of labels and of numbers."""
     prepared: Prepared | None = None
     """What the files say of themselves."""
 
@@ -88,6 +91,19 @@ class FileSource(Source):
                 )
         hashed = self.ids == "hash"
         self.id_maps = [IDENTITY if self.raw else IdMap(rows, hashed) for rows in self.table_rows]
+
+    def use_tables_of(self, train: FileSource) -> None:
+        """Map ids as `train` does. Raises `DataError` for data that was prepared in another way, `ConfigError` for
+        numbers that do not fit."""
+        one, two = train.prepared or Prepared(), self.prepared or Prepared()
+        if (one.vocabulary, one.dense_ready) != (two.vocabulary, two.dense_ready):
+            raise DataError(
+                f"{self.files[0]}: the test data was prepared in another way than the training data (other numbers for "
+                "the ids, or other dense values); convert it with that one's vocabulary (cdlrm convert "
+                "--use-vocabulary)"
+            )
+        if len(train.features) == len(self.features):
+            self._choose(train.table_rows, train.ids)
 
     def _open(self, columns: dict[str, Any]) -> None:
         """Look into the files: set `features`, `num_dense` and what `num_blocks` needs."""

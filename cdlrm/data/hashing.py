@@ -46,7 +46,7 @@ def to_row(raw: np.int64, rows: np.uint64, mask: np.uint64) -> np.int64:
 
 def row_mask(rows: int) -> np.uint64:
     """The `mask` argument of `to_row`."""
-    return np.uint64(rows - 1 if rows & (rows - 1) == 0 else 0)
+    return np.uint64(rows - 1 if rows and rows & (rows - 1) == 0 else 0)
 
 
 @njit(cache=True, nogil=True)

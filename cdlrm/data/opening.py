@@ -11,7 +11,6 @@ from cdlrm.data.arrays import BinarySource, NpySource, NpzSource
 from cdlrm.data.columnar import OrcSource, ParquetSource
 from cdlrm.data.files import expand, format_of
 from cdlrm.data.filesource import FileSource
-from cdlrm.data.prepared import Prepared
 from cdlrm.data.tsv import TsvSource
 from cdlrm.errors import ConfigError, DataError
 
@@ -61,9 +60,9 @@ def open_train_test(
     train = open_source(data, batch_size=batch_size, shuffle=shuffle, limit_batches=limit, **settings)
     test: FileSource | None = None
     if test_data is not None:
-        settings |= {"table_rows": train.table_rows, "ids": train.ids}
+        settings["table_rows"] = None
         test = open_source(test_data, batch_size=test_batch_size, **settings)
-        _check_numbering(train, test)
+        test.use_tables_of(train)
         if (test.num_dense, len(test.features)) != (train.num_dense, len(train.features)):
             raise DataError(
                 f"{test.files[0]}: the test data has {test.num_dense} dense and "
@@ -76,12 +75,3 @@ def open_train_test(
         test = train.restricted((cut, rows), batch_size=test_batch_size, shuffle=False, limit_batches=None)
         train = train.restricted((0, cut))
     return train, test
-
-
-def _check_numbering(train: FileSource, test: FileSource) -> None:
-    one, two = train.prepared or Prepared(), test.prepared or Prepared()
-    if (one.vocabulary, one.dense_ready) != (two.vocabulary, two.dense_ready):
-        raise DataError(
-            f"{test.files[0]}: the test data was prepared in another way than the training data (other numbers for the "
-            "ids, or other dense values); convert it with that one's vocabulary (cdlrm convert --use-vocabulary)"
-        )

@@ -19,7 +19,7 @@ from cdlrm.data.packed import LONGEST_LINE_BYTES, PackedText, codec_of
 from cdlrm.data.source import Piece
 from cdlrm.errors import ConfigError, DataError
 
-__all__ = ["TsvSource"]
+__all__ = ["TsvSource", "plain_lines"]
 
 PIECE_BYTES = 2**24
 """A block is the lines that begin in one such piece of a file (about 70,000 lines)."""
@@ -61,6 +61,7 @@ class TsvSource(FileSource):
                 f"{sparse} ids, separated by TAB); give a file as Criteo publishes it, or num_dense and num_sparse"
             )
         self.features = [f"c{f + 1}" for f in range(sparse)]
+        self.label, self.dense = "label", [f"i{d + 1}" for d in range(self.num_dense)]
         self._blocks = [(file, piece) for file in self.files for piece in range(self._pieces_of(file))]
         self._rows: list[int | None] = [None] * len(self._blocks)
 
@@ -125,7 +126,7 @@ class TsvSource(FileSource):
         good = kernel.parse_lines(
             data, lo, _NO_LIMIT if hi is None else hi, kernel.HEX, LOG1P, self.ids == "hash" and not self.raw,
             np.array([m.rows for m in self.id_maps], np.uint64),
-            np.array([row_mask(m.rows or 1) for m in self.id_maps], np.uint64),
+            np.array([row_mask(m.rows) for m in self.id_maps], np.uint64),
             np.array([m.missing for m in self.id_maps], np.int64), self.skip_bad, dense, labels, ids, report, self.raw,
         )  # fmt: skip
         if good < 0:
@@ -133,31 +134,12 @@ class TsvSource(FileSource):
         return Columns(dense[:good], labels[:good], ids[:, :good]), rows - good
 
     def _lines(self, block: int) -> np.ndarray:
-        """The bytes of all lines that begin in the piece."""
+        """The bytes of all lines of the block."""
         name, piece = self._blocks[block]
         if name in self._codecs:
             return np.frombuffer(self._unpacked(name, piece), np.uint8)
-        begin = piece * PIECE_BYTES
-        with self._reading(name), open(name, "rb", buffering=0) as file:
-            # From the byte before, which tells whether a line begins here; to the end of the line of the last byte.
-            file.seek(max(begin - 1, 0))
-            data = _read_fully(file, PIECE_BYTES + min(begin, 1))
-            tail = b"" if data.endswith(b"\n") else file.read(1 << 16)
-            while tail and b"\n" not in tail and len(tail) <= LONGEST_LINE_BYTES:
-                more = file.read(1 << 16)
-                if not more:
-                    break
-                tail += more
-        if len(tail) > LONGEST_LINE_BYTES:
-            raise DataError(
-                f"{name}: a line has more than {LONGEST_LINE_BYTES} bytes; give "
-                "TAB-separated text with one sample a line"
-            )
-        start = data.find(b"\n") + 1 if begin else 0
-        if begin and not start:
-            return np.zeros(0, np.uint8)
-        end = tail.find(b"\n") + 1 or len(tail)
-        return np.frombuffer(data + tail[:end] if end else data, np.uint8)[start:]
+        with self._reading(name):
+            return plain_lines(name, piece)
 
     def _start_reading(self) -> None:
         self._text: PackedText | None = None
@@ -209,6 +191,31 @@ class TsvSource(FileSource):
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "num_dense": self.num_dense}
+
+
+def plain_lines(name: str, piece: int) -> np.ndarray:
+    """uint8: the bytes of all lines that begin in a piece of a file. Raises OSError, and DataError for a line without
+    end."""
+    begin = piece * PIECE_BYTES
+    with open(name, "rb", buffering=0) as file:
+        # From the byte before, which tells whether a line begins here; to the end of the line of the last byte.
+        file.seek(max(begin - 1, 0))
+        data = _read_fully(file, PIECE_BYTES + min(begin, 1))
+        tail = b"" if data.endswith(b"\n") else file.read(1 << 16)
+        while tail and b"\n" not in tail and len(tail) <= LONGEST_LINE_BYTES:
+            more = file.read(1 << 16)
+            if not more:
+                break
+            tail += more
+    if len(tail) > LONGEST_LINE_BYTES:
+        raise DataError(
+            f"{name}: a line has more than {LONGEST_LINE_BYTES} bytes; give TAB-separated text with one sample a line"
+        )
+    start = data.find(b"\n") + 1 if begin else 0
+    if begin and not start:
+        return np.zeros(0, np.uint8)
+    end = tail.find(b"\n") + 1 or len(tail)
+    return np.frombuffer(data + tail[:end] if end else data, np.uint8)[start:]
 
 
 def _read_fully(file: Any, size: int) -> bytes:

@@ -1,0 +1,145 @@
+"""Vocabularies: ids -> row numbers of a table in the order of first occurrence, as DLRM's scripts number them.
+
+Row 0 is for what is missing, was seen fewer than `min_count` times, or is not in the vocabulary; the ids have rows
+1, 2, …. One column is numbered at a time, so memory is about 40 bytes for each distinct id of the largest column.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numba import njit
+
+from cdlrm.data.hashing import mix64
+from cdlrm.errors import DataError
+
+__all__ = ["Numbering", "VocabularyReader", "VocabularyWriter"]
+
+KEY = b"cdlrm.vocabulary"
+_SCHEMA = pa.schema([("feature", pa.string()), ("row", pa.int64()), ("id", pa.int64()), ("count", pa.int64())])
+_CHUNK = 2**18
+_MISSING = -1
+
+
+@njit(cache=True, nogil=True)
+def _number(
+    ids: np.ndarray, insert: bool, used: int, table: np.ndarray, order: np.ndarray, counts: np.ndarray, out: np.ndarray
+) -> tuple[int, int]:
+    """out[i] = 1 + the place of ids[i] in `order`, or 0; stops when `order` is full. Returns ids done and places used.
+
+    table: open addressing, a power of two and at least twice as long as `order`; holds out's numbers, 0 = free."""
+    mask = np.uint64(len(table) - 1)
+    for i in range(len(ids)):
+        if ids[i] == _MISSING:
+            out[i] = 0
+            continue
+        at = mix64(np.uint64(ids[i])) & mask
+        while table[at] != 0 and order[table[at] - 1] != ids[i]:
+            at = (at + np.uint64(1)) & mask
+        if table[at] == 0 and insert:
+            if used == len(order):
+                return i, used
+            order[used] = ids[i]
+            counts[used] = 0
+            used += 1
+            table[at] = used
+        number = table[at]
+        if number:
+            counts[number - 1] += 1
+        out[i] = number
+    return len(ids), used
+
+
+class Numbering:
+    """The numbers of one column's ids while they are found; int32, so at most 2**31 - 2 distinct ids."""
+
+    def __init__(self) -> None:
+        self._used = 0
+        self._order, self._counts = np.empty(1024, np.int64), np.empty(1024, np.int64)
+        self._table = np.zeros(2048, np.int32)
+
+    def number(self, ids: np.ndarray, insert: bool = True) -> np.ndarray:
+        """int64 [L] (-1: missing) -> int32 [L]; unknown ids get the next number, or 0 if not `insert`."""
+        out = np.empty(len(ids), np.int32)
+        done = 0
+        while True:
+            args = (insert, self._used, self._table, self._order, self._counts)
+            more, self._used = _number(ids[done:], *args, out[done:])
+            done += more
+            if done == len(ids):
+                return out
+            self._grow()
+
+    def _grow(self) -> None:
+        known, counts = self._order, self._counts
+        self._table = np.zeros(2 * len(self._table), np.int32)
+        self._order, self._counts = np.empty(2 * len(known), np.int64), np.empty(2 * len(known), np.int64)
+        _, self._used = _number(known, True, 0, self._table, self._order, self._counts, np.empty(len(known), np.int32))
+        self._counts[: len(counts)] = counts
+
+    def frozen(self, min_count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """ids and counts (int64) of rows 1, 2, …, and the final row of every number, int32 [numbers + 1]."""
+        order, counts = self._order[: self._used], self._counts[: self._used]
+        kept = counts >= min_count
+        rows = np.zeros(self._used + 1, np.int32)
+        rows[1:] = np.where(kept, np.cumsum(kept), 0)
+        return order[kept], counts[kept], rows
+
+
+class VocabularyWriter:
+    """Writes a vocabulary as Parquet, feature by feature: columns feature, row, id, count."""
+
+    def __init__(self, path: str, features: list[str], min_count: int) -> None:
+        self._digest = hashlib.blake2b(json.dumps(features).encode(), digest_size=8)
+        self._about: dict[str, Any] = {"version": 1, "features": features, "min_count": min_count}
+        self._writer = pa.parquet.ParquetWriter(path, _SCHEMA)
+
+    def write(self, feature: str, ids: np.ndarray, counts: np.ndarray) -> None:
+        """ids and counts, int64, of rows 1, 2, …."""
+        self._digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, "<i8").tobytes())
+        for lo in range(0, len(ids), _CHUNK):
+            part = slice(lo, lo + _CHUNK)
+            size = len(ids[part])
+            names = pa.DictionaryArray.from_arrays(np.zeros(size, np.int32), pa.array([feature]))
+            rows = np.arange(lo + 1, lo + 1 + size)
+            columns = [names.cast(pa.string()), rows, ids[part], counts[part]]
+            self._writer.write_table(pa.table(columns, schema=_SCHEMA))
+
+    def close(self) -> str:
+        """Ends the file; returns the vocabulary's short name, a digest of what is in it."""
+        name = self._digest.hexdigest()
+        self._writer.add_key_value_metadata({KEY: json.dumps({**self._about, "name": name}).encode()})
+        self._writer.close()
+        return name
+
+
+class VocabularyReader:
+    """A vocabulary that was written before. Raises DataError for a file that is none."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._file = pa.parquet.ParquetFile(path)
+            about = json.loads(self._file.metadata.metadata[KEY])
+            self.name, self.features = str(about["name"]), [str(f) for f in about["features"]]
+        except FileNotFoundError as error:
+            raise DataError(f"{path}: no such vocabulary; cdlrm convert --vocabulary writes one") from error
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}: is no vocabulary, or a damaged one; name the file that cdlrm convert --vocabulary wrote"
+            ) from error
+
+    def ids(self, feature: str) -> Iterator[np.ndarray]:
+        """int64: the ids of rows 1, 2, …, in pieces."""
+        for group in range(self._file.num_row_groups):
+            statistics = self._file.metadata.row_group(group).column(0).statistics
+            if statistics is None or statistics.min <= feature <= statistics.max:
+                table = self._file.read_row_group(group, columns=["feature", "id"])
+                if len(table) and table["feature"][0].as_py() == feature:
+                    yield table["id"].to_numpy()
