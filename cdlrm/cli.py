@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import GROUPS, TrainConfig, flag_of, suggestion
+from .convert_cli import add_convert
 from .errors import CdlrmError, ConfigError, DataError
 from .simulate.command import add_simulate
 
@@ -90,6 +91,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"cdlrm {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
+    add_convert(commands)
     add_simulate(commands)
     _add_score(
         commands, "eval", "metrics of a checkpoint on new files", run_eval,
