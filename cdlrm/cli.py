@@ -20,6 +20,7 @@ from .config import GROUPS, TrainConfig, flag_of, suggestion
 from .convert_cli import add_convert
 from .errors import CdlrmError, ConfigError, DataError
 from .simulate.command import add_simulate
+from .sweep.command import add_sweep
 
 TRAIN_ABOUT = """\
 Train a DLRM through a look-ahead cache, evaluate it, and print a report.
@@ -93,6 +94,7 @@ def build_parser() -> Parser:
     _add_train(commands)
     add_convert(commands)
     add_simulate(commands)
+    add_sweep(commands)
     _add_score(
         commands, "eval", "metrics of a checkpoint on new files", run_eval,
         "cdlrm eval --checkpoint run --data day_2.tsv --json metrics.json",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import TrainConfig
 from ..errors import ConfigError, DataError
 from .caches import Cache, LookAheadCache, LruCurve, MinCache
 from .trace import Recorder, Trace
@@ -118,8 +119,31 @@ def simulate(
     Raises ConfigError for grids that cannot be, DataError for an empty trace.
     """
     caches = grid.caches(trace.num_rows, len(trace.table_rows))
+    passed = simulate_caches(trace, caches, *grid.longest, workers=workers, progress=progress, recorder=recorder)
+    return _collect(trace, grid, caches, passed.uses, record_bytes, passed.interrupted)
+
+
+@dataclass
+class Pass:
+    """What a pass over a trace read, and whether the user ended it."""
+
+    uses: Uses
+    interrupted: bool
+
+
+def simulate_caches(
+    trace: Trace,
+    caches: Sequence[Cache],
+    horizon: int,
+    depth: int,
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    recorder: Recorder | None = None,
+) -> Pass:
+    """Let `caches`, none of which looks further than `horizon` or is deeper than `depth`, see the whole trace."""
     shards = {cache.shards for cache in caches if isinstance(cache, (LookAheadCache, MinCache))}
-    uses = Uses(trace.table_rows, *grid.longest, shards)
+    uses = Uses(trace.table_rows, horizon, depth, shards)
     interrupted = False
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="cdlrm-simulate") as pool:
         running = _Running(pool, progress)
@@ -136,9 +160,18 @@ def simulate(
         running.wait()
         running.start(uses.take(ended=True), caches)
         running.wait()
+    if interrupted and not uses.distinct:
+        raise KeyboardInterrupt
     if not uses.distinct:
         raise DataError("the trace is empty: no batch looks up a row; give data with samples.")
-    return _collect(trace, grid, caches, uses, record_bytes, interrupted)
+    return Pass(uses, interrupted)
+
+
+def cache_size(config: TrainConfig, num_rows: int) -> int:
+    """Slots of `cdlrm train` with these settings, for tables of `num_rows` rows in all."""
+    if config.cache_rows is not None:
+        return min(config.cache_rows, num_rows)
+    return max(1, math.ceil(num_rows * config.cache_ratio))
 
 
 class _Running:

@@ -1,0 +1,201 @@
+"""`cdlrm sweep`: every combination once, resumable, nothing lost on Ctrl-C, figures, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cdlrm.sweep.run as run_module
+from cdlrm.cli import main
+from cdlrm.sweep.figures import MEASURES
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ["--arch-mlp-top", "8-1", "--synthetic-rows", "3000-500-7-10000-2", "--no-progress"]
+RUN = ["sweep", *MODEL, "--mini-batch-size", "256", "--num-batches", "6"]
+
+
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_every_combination_once_and_never_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "s.jsonl"
+    grid = ["--cache-ratio", "0.2", "--cache-rows", "4000", "--horizon", "1", "3", "--out", str(out)]
+    assert main([*RUN, *grid]) == 0
+    first = out.read_bytes()
+    lines = lines_of(out)
+    assert {(line["cache_rows"], line["horizon"]) for line in lines} == {(c, h) for c in (2702, 4000) for h in (1, 3)}
+    for line in lines:
+        assert line["batches"] == 6 and line["fills"] >= line["mind_fills"] >= line["min0_fills"] > 0
+        for name in ("compute", "overhead", "stall"):
+            assert line[f"{name}_seconds_a_batch"] >= 0
+    assert main([*RUN, *grid]) == 0
+    assert out.read_bytes() == first
+    assert "4 of 4 runs are in" in capsys.readouterr().out
+    more = [*grid[:-2], "5", "--prefetch-depth", "1", "horizon", *grid[-2:]]
+    assert main([*RUN, *more]) == 0
+    assert out.read_bytes().startswith(first)
+    lines = lines_of(out)
+    assert len(lines) == len({line["key"] for line in lines}) == 12  # 2 caches, 3 horizons, 2 depths
+    tied = [line for line in lines if line["depth_is_horizon"]]
+    assert len(tied) == 6 and all(line["prefetch_depth"] == line["horizon"] for line in tied)
+
+
+def test_simulated_fills_equal_those_of_real_runs(tmp_path: Path) -> None:
+    grid = ["--cache-ratio", "0.15", "0.3", "--horizon", "0", "4", "--prefetch-depth", "0", "2"]
+    fills = []
+    for mode in ([], ["--simulate"]):
+        out = tmp_path / f"{len(fills)}.jsonl"
+        assert main([*RUN, *mode, *grid, "--out", str(out)]) == 0
+        names = (
+            "cache_rows",
+            "horizon",
+            "prefetch_depth",
+            "distinct",
+            "fills",
+            "min0_fills",
+            "mind_fills",
+            "cache_bytes",
+        )
+        fills.append(sorted([line[name] for name in names] for line in lines_of(out)))
+    assert fills[0] == fills[1] and len(fills[0]) == 8
+
+
+def test_a_sweep_goes_on_after_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cdlrm.train as training
+
+    real, out = training.train, tmp_path / "s.jsonl"
+    runs = 0
+
+    def stopped_at_third(config: object, listener: object = None) -> dict:
+        nonlocal runs
+        runs += 1
+        report = real(config, listener)  # type: ignore[arg-type]
+        return {**report, "interrupted": runs == 4}  # the first is the warm-up
+
+    grid = ["--horizon", "1", "2", "3", "4", "--out", str(out)]
+    monkeypatch.setattr(training, "train", stopped_at_third)
+    assert main([*RUN, *grid]) == 130
+    assert [line["horizon"] for line in lines_of(out)] == [1, 2]
+    monkeypatch.setattr(training, "train", real)
+    assert main([*RUN, *grid]) == 0
+    assert [line["horizon"] for line in lines_of(out)] == [1, 2, 3, 4]
+
+
+def test_ctrl_c_while_simulating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "s.jsonl"
+    argv = [*RUN, "--simulate", "--mini-batch-size", "128", "256", "--out", str(out)]
+    real = run_module._simulate_pass
+    passes = []
+
+    def second_is_interrupted(points: list, *rest: object) -> None:
+        passes.append(points)
+        if len(passes) == 2:
+            raise KeyboardInterrupt
+        real(points, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "_simulate_pass", second_is_interrupted)
+    assert main(argv) == 130
+    assert [line["batch_size"] for line in lines_of(out)] == [128]
+    monkeypatch.setattr(run_module, "_simulate_pass", real)
+    assert main(argv) == 0
+    assert [line["batch_size"] for line in lines_of(out)] == [128, 256]
+
+
+def test_real_ctrl_c(tmp_path: Path) -> None:
+    """SIGINT to the process: exit code 130, whole lines only."""
+    out = tmp_path / "s.jsonl"
+    argv = [sys.executable, "-m", "cdlrm", *RUN, "--num-batches", "300", "--horizon", "1", "2", "3", "4", "5", "6"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*argv, "--out", str(out)], env=environment, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (out.exists() and out.stat().st_size) and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "INTERRUPTED" in said
+    assert 1 <= len(lines_of(out)) < 6
+
+
+def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    out = tmp_path / "s.jsonl"
+    argv = [*RUN, "--simulate", "--horizon", "1", "2", "--out", str(out)]
+    assert main(argv) == 0
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    assert main(argv) == 0
+    assert out.read_bytes() == whole
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "notes.txt"
+    for text in ("my notes\n", "my notes", '{"a": 1}\n'):
+        out.write_text(text)
+        assert main([*RUN, "--simulate", "--out", str(out)]) == 1
+        assert "is not of a sweep" in capsys.readouterr().err
+        assert out.read_text() == text
+
+
+def test_repeats_are_runs_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "s.jsonl"
+    assert main([*RUN, "--repeats", "2", "--horizon", "1", "2", "--out", str(out)]) == 0
+    assert [(line["repeat"], line["horizon"]) for line in lines_of(out)] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_figures(ending: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, figures = tmp_path / "s.jsonl", tmp_path / "figures"
+    grid = ["--horizon", "0", "2", "--cache-ratio", "0.2", "0.4", "--prefetch-depth", "1", "horizon"]
+    output = ["--out", str(out), "--figures", str(figures), "--figure-format", ending]
+    assert main([*RUN, *grid, *output]) == 0
+    assert {file.name for file in figures.iterdir()} == {f"{m.name}.{ending}" for m in MEASURES}
+    assert all(file.stat().st_size > 5000 for file in figures.iterdir())
+
+
+def test_figures_of_several_shapes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["--simulate", "--arch-sparse-feature-size", "4", "16", "--figures", str(tmp_path / "f")]
+    assert main([*RUN, *flags, "--out", str(tmp_path / "s.jsonl")]) == 0
+    names = {file.name for file in (tmp_path / "f").iterdir()}
+    measures = ("fills", "fills_over_min", "memory")
+    assert names == {f"{name}_batch256_dim{dim}.png" for name in measures for dim in (4, 16)}
+
+
+BAD = {
+    "--horizon -1": "at least 0",
+    "--horizon x": "whole number",
+    "--cache-ratio 0": "above 0",
+    "--prefetch-depth wide": "whole number",
+    "--prefetch-depth horizon --horizon 100": "at most 64",
+    "--repeats 0": "at least 1",
+    "--repeats 2 --simulate": "leave --repeats out",
+    "--figure-format pdf": "png or svg",
+    "--out /no/such/folder/s.jsonl": "folder does not exist",
+    "--checkpoint-dir x": "not a known flag",
+    "--cache-ratios 0.1": "did you mean --cache-ratio?",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_are_one_sentence(
+    flags: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*RUN, *flags.split()]) == 2
+    said = capsys.readouterr().err
+    assert BAD[flags] in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and "--prefetch-depth 1 horizon" in out and "--arch-mlp-top" in out
