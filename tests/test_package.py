@@ -54,7 +54,7 @@ def test_metadata() -> None:
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     for word in ('python_requires=">=3.11"', '"cdlrm = cdlrm.cli:main"', 'license="Apache-2.0"', "aarch64", "x86_64"):
         assert word in setup
-    for extra in ("cuda12", "cuda13", "test", "plot", "notebook", "torchrec"):
+    for extra in ("cuda12", "cuda13", "test", "plot", "notebook", "tensorboard", "torchrec"):
         assert f'"{extra}": [' in setup
     assert (ROOT / "cdlrm" / "py.typed").is_file()
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
