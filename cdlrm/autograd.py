@@ -54,7 +54,7 @@ def _forward(calls: list[GroupCall], training: bool) -> list[np.ndarray]:
         else:
             group.settle_for_reading()
             with group.cache.pause():
-                slots, keep = group.reading_slots(lookups)
+                slots, keep = group.loans.for_reading(lookups, group.step)
                 try:
                     group.driver.lookup(group.weight, slots, lookups, lookups.weights, matrix)
                 finally:

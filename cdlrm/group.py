@@ -18,15 +18,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from .cache import Cache
+from .counts import Counts
 from .driver.base import Driver, Segments
 from .errors import UsageError
 from .gradient import applied_gradient
+from .loans import Loans
 from .lookups import FeatureSlot, Lookups
 from .optim import Adam, Optimizer
 from .plan import MinCounter, Plan, Planner
@@ -38,25 +39,6 @@ from .table import Table
 
 log = logging.getLogger("cdlrm")
 NO_TABLES = np.empty(0, np.int32)
-
-
-@dataclass
-class Counts:
-    """What a group did; rows and bytes moved are in `Cache.moves`."""
-
-    steps: int = 0
-    lookups: int = 0
-    distinct: int = 0
-    hits: int = 0
-    short_windows: int = 0
-    unannounced: int = 0
-    skipped_steps: int = 0
-    seconds_plan: float = 0.0
-    seconds_transfer: float = 0.0
-    seconds_lookup: float = 0.0
-    seconds_update: float = 0.0
-    distinct_by_table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    fills_by_table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Group:
@@ -109,7 +91,7 @@ class Group:
         self.completed = -1  # newest batch that ended
         self.pending: deque[Plan] = deque()
         self._planning = threading.Lock()
-        self._holding = False  # a step with borrowed rows is open: the cache is held
+        self.loans = Loans(self.cache, self.planner, self.pending, self._planning)
         self._stamps: np.ndarray | None = None
         self._told_unannounced = False
 
@@ -210,7 +192,7 @@ class Group:
                 self.counts.steps += 1
                 if step.plan is not None:
                     self.completed = step.plan.batch
-                self._release()
+                self.loans.release()
 
     def settle(self, force: bool = False) -> None:
         """Apply gradients that wait for calls which died (`force`: for any call)."""
@@ -252,7 +234,7 @@ class Group:
                 "exactly but slowly (said once; counted as `unannounced`). Check the `ids=` function.",
                 self.step.batch,
             )
-        return self.step.open_call(lookups, self._borrow(lookups.rows), -1)
+        return self.step.open_call(lookups, self.loans.for_training(lookups.rows), -1)
 
     def _on_demand(self, lookups: Lookups) -> Call:
         step = self.step
@@ -333,15 +315,15 @@ class Group:
         if not calls:
             return
         segments = None if earlier or step is None else step.planned_segments(calls)
-        held = self._holding
+        held = self.loans.holding
         try:
             if earlier:  # rows of ended batches may be anywhere
-                slots = self._borrow(np.concatenate([call.lookups.rows for call in calls]))
+                slots = self.loans.for_training(np.concatenate([call.lookups.rows for call in calls]))
                 segments = self.driver.build_segments(slots, self._scratch())
             self._update(calls, segments)
         finally:
             if not held:
-                self._release()
+                self.loans.release()
 
     def tell_scaler(self) -> None:
         """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
@@ -395,67 +377,6 @@ class Group:
         if self._stamps is None or self._stamps.size < slots + 1:
             self._stamps = self.driver.new_stamps(slots)
         return self._stamps
-
-    # --- the trainer's thread: rows that no plan knows of ---
-
-    def _borrow(self, rows: np.ndarray) -> np.ndarray:
-        """Slots of `rows` for training in the open step; transfers wait until the step ends."""
-        if self.resident:
-            return rows
-        if not self._holding:
-            self.cache.hold()
-            self._holding = True
-        distinct, inverse = np.unique(rows, return_inverse=True)
-        slots = self._resolve(distinct)
-        missing = np.flatnonzero(slots < 0)
-        if missing.size:
-            slots[missing] = self.cache.borrow(distinct[missing])
-        return slots[inverse.reshape(-1)]
-
-    def reading_slots(self, lookups: Lookups) -> tuple[np.ndarray, int]:
-        """Slots with the newest values of the lookups' rows, for reading; and how many places are lent
-        otherwise.  The cache must be paused; afterwards `cache.give_back(keep)` with the second value.
-        """
-        rows = lookups.rows
-        if self.resident:
-            return rows, 0
-        keep = self.cache.lent
-        if self.step is not None:
-            for i, announced in enumerate(self.step.announced):
-                if self.step.batches == 1 and announced.same_ids(lookups):
-                    return self.step.announced_slots(i), keep
-        slots = self._resolve(rows)
-        missing = np.flatnonzero(slots < 0)
-        if missing.size:
-            slots[missing] = self.cache.borrow(rows[missing])
-        return slots, keep
-
-    def _resolve(self, rows: np.ndarray) -> np.ndarray:
-        """Where `rows` are on the device now, int32; -1: only in the store.  Paused only.
-
-        The planner's map is ahead by the pending plans, so they are undone, newest first.
-        """
-        with self._planning:
-            slots = self.planner.slots_of(rows).astype(np.int32)
-            for plan in reversed(self.pending):
-                slots[np.isin(rows, plan.fill_rows)] = -1
-                if plan.evict_rows.size:
-                    order = np.argsort(plan.evict_rows)
-                    at = np.minimum(np.searchsorted(plan.evict_rows[order], rows), order.size - 1)
-                    hit = plan.evict_rows[order[at]] == rows
-                    slots[hit] = plan.evict_slots[order[at[hit]]]
-        lost = np.flatnonzero(slots < 0)
-        if lost.size and self.cache.lent:
-            slots[lost] = self.cache.find_lent(rows[lost])
-        return slots
-
-    def _release(self) -> None:
-        if self._holding:
-            self._holding = False
-            try:
-                self.cache.give_back()
-            finally:
-                self.cache.let_go()
 
     # --- whole tables ---
 

@@ -1,4 +1,4 @@
-"""Ctrl-C during training: the step that runs is finished, then the run ends in good order."""
+"""Ctrl-C: the step that runs is finished, then the run ends in good order; threads start undisturbed."""
 
 from __future__ import annotations
 
@@ -45,3 +45,23 @@ class Interrupt:
         again, self.asked = self.asked, True
         if again or not self._in_step:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupt_later() -> Iterator[None]:
+    """Inside, SIGINT waits; it is delivered at the end.  For the main thread; others get none anyway.
+
+    An interrupt in the middle of `Thread.start` would leave a thread that can be neither used nor joined.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is None:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if came:
+            signal.raise_signal(signal.SIGINT)

@@ -31,7 +31,9 @@ from .gradient import applied_gradient, squared_norm, waiting_gradient
 from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten
 from .placement import available_bytes
+from .reference import TableReference
 from .stats import group_stats, total
+from .store import FileStore
 
 log = logging.getLogger("cdlrm")
 
@@ -220,7 +222,20 @@ class CachedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for key, name in self._keys.items():
-            destination[prefix + key] = self.table_weight(name)
+            reference = self._reference(name)
+            if reference is not None and reference.rows * reference.dim * 4 > available_bytes():
+                self._group_of(name).flush()
+                destination[prefix + key] = reference
+            else:
+                destination[prefix + key] = self.table_weight(name)
+
+    def _reference(self, name: str) -> TableReference | None:
+        """Where a table's rows are, if they are in a file."""
+        group = self._group_of(name)
+        if not isinstance(group.store, FileStore):
+            return None
+        lo, hi = group.span(name)
+        return TableReference(str(group.store.path), name, hi - lo, group.dim)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
@@ -230,8 +245,15 @@ class CachedModule(nn.Module):
             if prefix + key not in state_dict:
                 missing_keys.append(prefix + key)
                 continue
+            value = state_dict[prefix + key]
             try:
-                self.set_table(name, state_dict[prefix + key])
+                if not isinstance(value, TableReference):
+                    self.set_table(name, value)
+                elif value != self._reference(name):
+                    raise InputError(
+                        f"table {name!r}: the state_dict refers to the rows in {value.file}, which are not this "
+                        f"module's; open that folder with store=, or move the rows by a checkpoint (cdlrm.save)."
+                    )
             except InputError as error:
                 error_msgs.append(str(error))
         if strict:

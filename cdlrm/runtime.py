@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from .errors import CdlrmError, PipelineError, UsageError
 from .group import Group
+from .interrupt import interrupt_later
 from .lookups import Lookups
 from .plan import Plan
 
@@ -220,6 +221,10 @@ class Pipeline:
             group.set_depth(prefetch_depth)
             group.horizon = self.horizon
         if threads:
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        with interrupt_later():
             for stage in self.stages:
                 thread = threading.Thread(target=self._loop, args=(stage,), name=f"cdlrm-{stage.name}", daemon=True)
                 self.threads.append(thread)

@@ -22,6 +22,7 @@ from cdlrm import SGD, Adam, RowWiseAdagrad, Table
 from cdlrm.driver.cpu import CpuDriver
 from cdlrm.errors import ConfigError, DataError, UsageError
 from cdlrm.initial import Initializer
+from cdlrm.reference import TableReference
 from cdlrm.store import RamStore, blocks, file
 from cdlrm.store.file import FileStore
 
@@ -397,3 +398,32 @@ def train(store: str, optimizer, batches: list) -> list[np.ndarray]:
     values += [state.numpy().copy() for name in "ab" for state in ebc.table_state(name).values()]
     ebc.close()
     return values
+
+
+def test_state_dict_of_a_table_beyond_memory_is_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def module(name: str) -> cdlrm.EmbeddingBagCollection:
+        return cdlrm.EmbeddingBagCollection(
+            [cdlrm.Table("a", 50, 4)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=10, store=f"file:{tmp_path / name}"
+        )
+
+    first = module("first")
+    first({"a": torch.arange(5)}).sum().backward()
+    values = first.state_dict()["embedding_bags.a.weight"]
+    assert isinstance(values, torch.Tensor)
+    monkeypatch.setattr("cdlrm.module.available_bytes", lambda: 50 * 4 * 4 - 1)
+    with pytest.raises(cdlrm.UsageError, match="checkpoint"):
+        first.table_weight("a")
+    state = first.state_dict()
+    assert isinstance(state["embedding_bags.a.weight"], TableReference)
+    first.load_state_dict(state)
+    torch.save(state, tmp_path / "state.pt")
+    first.close()
+    again = module("first")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    monkeypatch.undo()
+    assert torch.equal(again.state_dict()["embedding_bags.a.weight"], values)
+    other = module("second")
+    with pytest.raises(RuntimeError, match="not this module's"):
+        other.load_state_dict(state)
+    again.close()
+    other.close()
