@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from cdlrm.errors import InputError
+
+if TYPE_CHECKING:  # torch is loaded with the first batch: converting needs none, and it takes 190 MB
+    from torch import Tensor
 
 __all__ = ["Batch", "Jagged", "check_batch", "check_dense", "check_labels", "check_jagged"]
 
@@ -67,7 +68,7 @@ def check_batch(batch: Batch, rows: Mapping[str, int] | None = None) -> None:
 
 def check_dense(dense: Tensor, size: int) -> None:
     """Dense features must be a finite float32 CPU tensor [size, n]; raises `InputError` otherwise."""
-    _check_tensor("dense features", dense, torch.float32, 2)
+    _check_tensor("dense features", dense, "float32", 2)
     if dense.shape[0] != size:
         raise InputError(
             f"the dense features have {dense.shape[0]} rows where the batch has {size} labels; give one row a sample"
@@ -83,7 +84,7 @@ def check_dense(dense: Tensor, size: int) -> None:
 
 def check_labels(labels: Tensor) -> None:
     """Labels must be a float32 CPU tensor [B] of numbers in [0, 1]; raises `InputError` otherwise."""
-    _check_tensor("labels", labels, torch.float32, 1)
+    _check_tensor("labels", labels, "float32", 1)
     values = labels.numpy()
     good = (values >= 0) & (values <= 1)  # NaN compares false
     if not good.all():
@@ -96,7 +97,7 @@ def check_labels(labels: Tensor) -> None:
 def check_jagged(name: str, jagged: Jagged, size: int, rows: int | None = None) -> None:
     """Ids int64 [L], offsets int64 [size+1] from 0 to L without decrease, weights finite float32 [L], ids in [0,
     rows)."""
-    _check_tensor(f"values of feature '{name}'", jagged.values, torch.int64, 1)
+    _check_tensor(f"values of feature '{name}'", jagged.values, "int64", 1)
     values = jagged.values.numpy()
     if jagged.offsets is None:
         if len(values) != size:
@@ -105,7 +106,7 @@ def check_jagged(name: str, jagged: Jagged, size: int, rows: int | None = None) 
                 "give exactly one id a sample or add offsets"
             )
     else:
-        _check_tensor(f"offsets of feature '{name}'", jagged.offsets, torch.int64, 1)
+        _check_tensor(f"offsets of feature '{name}'", jagged.offsets, "int64", 1)
         _check_offsets(name, jagged.offsets.numpy(), len(values), size)
     if jagged.weights is not None:
         _check_weights(name, jagged.weights, len(values))
@@ -139,7 +140,7 @@ def _check_offsets(name: str, offsets: np.ndarray, length: int, size: int) -> No
 
 
 def _check_weights(name: str, weights: Tensor, length: int) -> None:
-    _check_tensor(f"weights of feature '{name}'", weights, torch.float32, 1)
+    _check_tensor(f"weights of feature '{name}'", weights, "float32", 1)
     if len(weights) != length:
         raise InputError(f"feature '{name}' has {len(weights)} weights for {length} values; give one weight a value")
     bad = np.flatnonzero(~np.isfinite(weights.detach().numpy()))
@@ -149,8 +150,11 @@ def _check_weights(name: str, weights: Tensor, length: int) -> None:
         )
 
 
-def _check_tensor(what: str, tensor: Tensor, dtype: torch.dtype, dims: int) -> None:
-    if not isinstance(tensor, Tensor):
+def _check_tensor(what: str, tensor: Tensor, dtype_name: str, dims: int) -> None:
+    import torch
+
+    dtype = getattr(torch, dtype_name)
+    if not isinstance(tensor, torch.Tensor):
         raise InputError(
             f"the {what} are a {type(tensor).__name__} where a {dtype} tensor is needed; use torch.as_tensor"
         )

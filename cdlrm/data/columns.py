@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from cdlrm.data.batch import Batch, Jagged
 
@@ -80,6 +79,8 @@ class Columns:
 
     def to_batch(self, features: Sequence[str], index: int) -> Batch:
         """The batch whose tensors are views of these columns."""
+        import torch  # here, because converting needs none
+
         sparse = dict(zip(features, map(Jagged, torch.from_numpy(self.ids).unbind(0)), strict=True))
         for f, bags in self.bags.items():
             sparse[features[f]] = Jagged(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets))

@@ -208,14 +208,18 @@ def _put_together(
         told.dense_ready,
         result.vocabulary,
     )
+    # Where the numbers are in files, the ids themselves are needed no more, except for the lengths of lists.
+    columns = [source.label, *source.dense, *(result.multi_hot if numbers.wanted else source.features)]
     writer: pa.parquet.ParquetWriter | None = None
     files = [open(_number_file(parts, f), "rb") for f in range(len(source.features))] if numbers.wanted else []
     try:
         for at, part in enumerate(done):
-            table = _with_lists(pa.parquet.read_table(part.path), listed)
-            table = _with_rows(source, table, [f.read for f in files], numbered).replace_schema_metadata(
-                about.to_metadata()
-            )
+            table = _with_lists(pa.parquet.read_table(part.path, columns=columns), listed)
+            if files:
+                table = _with_numbers(source, table, [file.read for file in files])
+            elif numbered:
+                table = _with_row_numbers(source, table)
+            table = table.replace_schema_metadata(about.to_metadata())
             if writer is None:
                 writer = pa.parquet.ParquetWriter(parts.folder / "result", table.schema)
             if table.num_rows:
@@ -228,19 +232,27 @@ def _put_together(
             file.close()
 
 
-def _with_rows(source: FileSource, table: pa.Table, read: list[Callable[[int], bytes]], numbered: bool) -> pa.Table:
-    """The table with row numbers instead of ids, int32 where they were numbered here."""
-    if not numbered:
-        return table
-    for f, name in enumerate(source.features):
-        column = table.column(name).combine_chunks()
-        flat = column.values if pa.types.is_list(column.type) else column
-        if read:
-            rows = pa.array(np.frombuffer(read[f](4 * len(flat)), np.int32))
+def _with_numbers(source: FileSource, table: pa.Table, read: list[Callable[[int], bytes]]) -> pa.Table:
+    """The categorical columns from the files of numbers; `table` has those with lists, for their lengths."""
+    arrays = [table.column(name) for name in (source.label, *source.dense)]
+    for name, more in zip(source.features, read, strict=True):
+        if name in table.column_names:
+            lists = table.column(name).combine_chunks()
+            rows = pa.array(np.frombuffer(more(4 * len(lists.values)), np.int32))
+            arrays.append(pa.ListArray.from_arrays(lists.offsets, rows))
         else:
-            rows = flat.fill_null(MISSING_ROW)
+            arrays.append(pa.array(np.frombuffer(more(4 * table.num_rows), np.int32)))
+    return pa.table(arrays, [source.label, *source.dense, *source.features])
+
+
+def _with_row_numbers(source: FileSource, table: pa.Table) -> pa.Table:
+    """Ids are row numbers already: what is missing becomes its row."""
+    for name in source.features:
+        column = table.column(name).combine_chunks()
         if pa.types.is_list(column.type):
-            rows = pa.ListArray.from_arrays(column.offsets, rows)
+            rows = pa.ListArray.from_arrays(column.offsets, column.values.fill_null(MISSING_ROW))
+        else:
+            rows = column.fill_null(MISSING_ROW)
         table = table.set_column(table.schema.get_field_index(name), name, rows)
     return table
 
@@ -284,7 +296,7 @@ def _number(
             kept, counts, rows = numbering.frozen(numbers.min_count)
             writer.write(name, kept, counts)
             result.counts[name] = 1 + len(kept)
-            if numbers.min_count > 1:
+            if rows is not None:
                 _renumber(_number_file(parts, f), rows)
         progress("numbering", f + 1, len(source.features))
     return writer.close() if writer is not None else numbers.reader.name if numbers.reader else ""

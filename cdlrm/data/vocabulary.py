@@ -1,7 +1,7 @@
 """Vocabularies: ids -> row numbers of a table in the order of first occurrence, as DLRM's scripts number them.
 
 Row 0 is for what is missing, was seen fewer than `min_count` times, or is not in the vocabulary; the ids have rows
-1, 2, …. One column is numbered at a time, so memory is about 40 bytes for each distinct id of the largest column.
+1, 2, …. One column is numbered at a time, so memory is 20 to 40 bytes for each distinct id of the largest column.
 """
 
 from __future__ import annotations
@@ -56,12 +56,23 @@ def _number(
     return len(ids), used
 
 
+@njit(cache=True, nogil=True)
+def _fill(order: np.ndarray, table: np.ndarray) -> None:
+    """Put all of `order` into an empty table."""
+    mask = np.uint64(len(table) - 1)
+    for i in range(len(order)):
+        at = mix64(np.uint64(order[i])) & mask
+        while table[at] != 0:
+            at = (at + np.uint64(1)) & mask
+        table[at] = i + 1
+
+
 class Numbering:
-    """The numbers of one column's ids while they are found; int32, so at most 2**31 - 2 distinct ids."""
+    """The numbers of one column's ids while they are found; int32, so at most 2**31 - 2 distinct ids and samples."""
 
     def __init__(self) -> None:
         self._used = 0
-        self._order, self._counts = np.empty(1024, np.int64), np.empty(1024, np.int64)
+        self._order, self._counts = np.zeros(1024, np.int64), np.zeros(1024, np.int32)
         self._table = np.zeros(2048, np.int32)
 
     def number(self, ids: np.ndarray, insert: bool = True) -> np.ndarray:
@@ -77,18 +88,24 @@ class Numbering:
             self._grow()
 
     def _grow(self) -> None:
-        known, counts = self._order, self._counts
-        self._table = np.zeros(2 * len(self._table), np.int32)
-        self._order, self._counts = np.empty(2 * len(known), np.int64), np.empty(2 * len(known), np.int64)
-        _, self._used = _number(known, True, 0, self._table, self._order, self._counts, np.empty(len(known), np.int32))
-        self._counts[: len(counts)] = counts
+        """Twice as long, without two copies of anything."""
+        size = 2 * len(self._order)
+        self._order.resize(size, refcheck=False)
+        self._counts.resize(size, refcheck=False)
+        self._table = np.zeros(0, np.int32)  # the old one goes first
+        self._table = np.zeros(2 * size, np.int32)
+        _fill(self._order[: self._used], self._table)
 
-    def frozen(self, min_count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids and counts (int64) of rows 1, 2, …, and the final row of every number, int32 [numbers + 1]."""
+    def frozen(self, min_count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """ids (int64) and counts (int32) of rows 1, 2, …, and the final row of every number, int32 [numbers + 1], or
+        None where it is the number."""
+        self._table = np.zeros(0, np.int32)
         order, counts = self._order[: self._used], self._counts[: self._used]
+        if min_count <= 1:
+            return order, counts, None
         kept = counts >= min_count
         rows = np.zeros(self._used + 1, np.int32)
-        rows[1:] = np.where(kept, np.cumsum(kept), 0)
+        rows[1:] = np.where(kept, np.cumsum(kept, dtype=np.int32), 0)
         return order[kept], counts[kept], rows
 
 
@@ -101,14 +118,15 @@ class VocabularyWriter:
         self._writer = pa.parquet.ParquetWriter(path, _SCHEMA)
 
     def write(self, feature: str, ids: np.ndarray, counts: np.ndarray) -> None:
-        """ids and counts, int64, of rows 1, 2, …."""
-        self._digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, "<i8").tobytes())
+        """ids (int64) and counts of rows 1, 2, …."""
+        self._digest.update(len(ids).to_bytes(8, "little"))
+        self._digest.update(np.ascontiguousarray(ids, "<i8").data)
         for lo in range(0, len(ids), _CHUNK):
             part = slice(lo, lo + _CHUNK)
             size = len(ids[part])
             names = pa.DictionaryArray.from_arrays(np.zeros(size, np.int32), pa.array([feature]))
             rows = np.arange(lo + 1, lo + 1 + size)
-            columns = [names.cast(pa.string()), rows, ids[part], counts[part]]
+            columns = [names.cast(pa.string()), rows, ids[part], counts[part].astype(np.int64)]
             self._writer.write_table(pa.table(columns, schema=_SCHEMA))
 
     def close(self) -> str:
