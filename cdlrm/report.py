@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from .advice import advice
+
 METRICS = {
     "auc": "AUC",
     "log_loss": "log loss",
@@ -71,6 +73,9 @@ def render(report: Mapping[str, Any]) -> str:
     if training["skipped_steps"]:
         lines.append(_row("skipped steps", f"{training['skipped_steps']:,} with a non-finite loss or gradient"))
     lines += _cache(cache)
+    would_help = advice(report)
+    if would_help is not None:
+        lines += ["What would help", f"  {would_help}"]
     lines += _tables(report["tables"])
     lines += ["Time, seconds (reading, planning and copying overlap with computing)"]
     lines += [_row(name.replace("_", " "), f"{seconds:.2f}") for name, seconds in report["seconds"].items()]

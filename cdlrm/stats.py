@@ -5,6 +5,7 @@ Keys: `steps`, `lookups`, `distinct` (rows a batch), `hits` (distinct rows that 
 (dirty ones), `rows_written` (by evicts and flushes), `bytes_filled`, `bytes_written`, `grows`,
 `short_windows`, `unannounced`, `skipped_steps`, `cache_rows`, `table_rows`, `min0_fills` and
 `mind_fills` (what MIN(0) and MIN(prefetch_depth) would have filled on the same batches),
+`mind_fills_double` (MIN(prefetch_depth) in a cache twice as large),
 `prefetch_depth`, `horizon` (of the newest look-ahead), `metadata_bytes`, and seconds of each stage.
 """
 
@@ -44,6 +45,7 @@ def group_stats(group: Group) -> dict[str, Any]:
         "table_rows": group.num_rows,
         "min0_fills": 0 if minimum is None else minimum.fills,
         "mind_fills": 0 if minimum is None else minimum.fills_at(depth),
+        "mind_fills_double": 0 if minimum is None else minimum.double_fills,
         "prefetch_depth": depth,
         "horizon": group.horizon,
         "metadata_bytes": group.planner.metadata_bytes,

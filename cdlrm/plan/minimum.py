@@ -77,7 +77,7 @@ def _append(parent, delta, regs, batch, room):
 
 
 @_jit
-def _add(rows, batch, capacity, depths, last_use, users, free_from, parent, delta, regs, fills):
+def _add(rows, batch, capacities, depths, last_use, users, free_from, parent, delta, regs, fills):
     mask = parent.shape[1] - 1
     deepest = depths.max()
     umask = users.size - 1
@@ -98,6 +98,7 @@ def _add(rows, batch, capacity, depths, last_use, users, free_from, parent, delt
                 fills[q] += 1
     users[batch & umask] = rows.size
     for q in range(depths.size):
+        capacity = capacities[q]
         held = np.int64(0)
         for b in range(regs[q, HELD], batch + 1):
             held += users[b & umask]
@@ -127,12 +128,15 @@ class MinCounter:
     """Fills that MIN(d) makes on the batches added so far, for each of the `depths`.
 
     `num_rows` rows of the group, `cache_rows` slots (`resize` changes them from the next batch on).
+    `double`: also those of the last of the depths in a cache twice as large, `double_fills`.
     Memory: 4 bytes a row, touched only where rows are used, and 24 bytes a batch and depth since
     the last full batch.
     """
 
-    def __init__(self, num_rows: int, cache_rows: int, *depths: int) -> None:
-        self.depths = np.array(depths or (0,), np.int64)
+    def __init__(self, num_rows: int, cache_rows: int, *depths: int, double: bool = True) -> None:
+        depths = depths or (0,)
+        self.depths = np.array(depths + depths[-1:] * double, np.int64)
+        self._times = np.array([1] * len(depths) + [2] * double, np.int64)  # capacity, in caches
         self.cache_rows = cache_rows
         self.batches = 0
         self._last_use = np.zeros(num_rows, np.int32)
@@ -148,7 +152,7 @@ class MinCounter:
         """Count the distinct `rows int64 [U]` of the next batch."""
         self._make_room()
         _add(
-            rows, self.batches, self.cache_rows, self.depths, self._last_use, self._users,
+            rows, self.batches, self.cache_rows * self._times, self.depths, self._last_use, self._users,
             self._free_from, self._parent, self._delta, self._regs, self._fills,
         )  # fmt: skip
         self.batches += 1
@@ -170,6 +174,13 @@ class MinCounter:
 
     def fills_at(self, depth: int) -> int:
         return int(self._fills[int(np.flatnonzero(self.depths == depth)[0])])
+
+    @property
+    def double_fills(self) -> int:
+        """Fills in a cache twice as large, with the last of the depths."""
+        if self._times[-1] != 2:
+            raise ValueError("made with double=False: the cache twice as large was not counted.")
+        return int(self._fills[-1])
 
     def _make_room(self) -> None:
         size = self._parent.shape[1]

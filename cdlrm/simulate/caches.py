@@ -99,7 +99,7 @@ class _UsesCounter(MinCounter):
     """`MinCounter` that is told the previous batch of every distinct row, so it needs no memory by row."""
 
     def __init__(self, cache_rows: int, depths: tuple[int, ...]) -> None:
-        super().__init__(1, cache_rows, *depths)
+        super().__init__(1, cache_rows, *depths, double=False)
         self._positions = np.empty(0, np.int64)
 
     def add_uses(self, before: np.ndarray) -> None:
