@@ -9,7 +9,7 @@ Two things are added up.
   settings on tables cut to SMALL_ROWS rows, in this process, and its peak is taken.  That is the interpreter with
   its libraries, the window of batches read ahead, plans, the MLPs with their gradients, activations, and threads.
 
-The peak is what `getrusage` calls maximum resident set size, as in the report of a run.
+The peak is the kernel's high-water mark of resident memory (VmHWM), as in the report of a run.
 """
 
 from __future__ import annotations

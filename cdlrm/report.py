@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import resource
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .advice import advice
@@ -26,9 +26,14 @@ SHOWN_TABLES = 5
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident memory of this process so far (getrusage: KiB on Linux, bytes on macOS)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Largest resident memory of this process so far.
+
+    From /proc/self/status: getrusage's figure would include what the parent had when it forked.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def ratio(part: float, whole: float) -> float | None:
