@@ -16,7 +16,8 @@ from cdlrm.cli import main
 from cdlrm.errors import ConfigError, DataError
 from cdlrm.plan import MinCounter, Planner
 from cdlrm.simulate import grid as grid_module
-from cdlrm.simulate.grid import Grid, simulate
+from cdlrm.simulate.grid import POLICIES, Grid, simulate
+from cdlrm.simulate.policies import PolicyCache
 from cdlrm.simulate.trace import BatchRows, FileTrace, Recorder, Trace
 from cdlrm.simulate.uses import Uses
 
@@ -100,6 +101,89 @@ def test_lru_curve_equals_one_cache_after_another(seed: int, monkeypatch: pytest
     assert lru
     for result in lru:
         assert result["fills"] == planned(trace, result["cache_rows"], 0, 0)[0]
+
+
+def scored(trace: Given, cache: int, horizon: int, depth: int, half_life: int | None) -> int:
+    """Fills of `lfu` (None: `frequency`), by trying every cached row for every victim."""
+    batches = [set(rows.tolist()) for rows in trace.data]
+    ends = [max(i for i, e in enumerate(trace.epochs) if e == epoch) for epoch in trace.epochs]
+    order = [list(dict.fromkeys(rows.tolist())) for rows in trace.data]
+    last: dict[int, int] = {}
+    count: dict[int, float] = {}
+    cached: set[int] = set()
+    fills, oldest, horizon = 0, 0, max(horizon, depth)
+    for j, rows in enumerate(batches):
+        cache = max(cache, len(rows))
+        missing = rows - cached
+        for r in rows:
+            kept = 1.0 if half_life is None else 2.0 ** ((last.get(r, 0) - j) / half_life)
+            count[r] = np.float32(np.float32(count.get(r, 0)) * np.float32(kept)) + np.float32(1)
+            last[r] = j
+        oldest = max(oldest, j - depth)
+        held = [r for r in cached | rows if last[r] >= oldest]
+        while len(held) > cache:
+            oldest += 1
+            held = [r for r in held if last[r] >= oldest]
+        free = cache - len(cached)
+        far = min(j + horizon, ends[j])
+
+        def preference(r: int, far: int = far, j: int = j) -> tuple:
+            use = next((b for b in range(j + 1, far + 1) if r in batches[b]), None)
+            if use is not None:
+                return (1, -use)
+            c = int(2 * np.log2(count[r]))
+            place = order[last[r]].index(r)
+            return (0, c * 10**9 if half_life is None else c * (half_life // 2) + last[r], c, last[r], place)
+
+        for _ in range(len(missing) - free):
+            cached.remove(min(cached - set(held), key=preference))
+        cached |= rows
+        fills += len(missing)
+    return fills
+
+
+@pytest.mark.parametrize("policy", ["lfu", "frequency"])
+@pytest.mark.parametrize("seed", range(12))
+def test_policies_equal_brute_force(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_module, "STRETCH_LOOKUPS", 100)
+    trace, rng = random_trace(seed), np.random.default_rng(seed)
+    for _ in range(3):
+        cache, horizon, depth = (
+            int(rng.integers(1, trace.num_rows + 1)),
+            int(rng.integers(0, 6)),
+            int(rng.integers(0, 3)),
+        )
+        mine = PolicyCache(policy, cache, horizon, depth, 2, half_life=4)
+        grid_module.simulate_caches(trace, [mine], 6, 3)
+        assert mine.results()[0]["fills"] == scored(trace, cache, horizon, depth, 4 if policy == "lfu" else None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_policy_beats_min_and_all_reach_it_with_a_full_horizon(seed: int) -> None:
+    trace = random_trace(seed)
+    trace.epochs = [0] * len(trace.data)
+    size = max(np.unique(rows).size for rows in trace.data) * 2
+    grid = Grid(
+        cache_rows=[min(size, trace.num_rows)], horizon=[0, 3, 100], prefetch_depth=[0, 2], policy=list(POLICIES)
+    )
+    found = simulate(trace, grid).results
+    least = {r["prefetch_depth"]: r["fills"] for r in found if r["policy"] == "min"}
+    for r in found:
+        assert r["fills"] >= least[r["prefetch_depth"]]
+        if r["horizon"] == 100:
+            assert r["fills"] == least[r["prefetch_depth"]]
+    assert {r["policy"] for r in found} == set(POLICIES)
+
+
+def test_s3fifo_keeps_what_is_used_again() -> None:
+    """A scan of rows that are used once: LRU loses the rows that come back, S3-FIFO keeps them."""
+    batches = [np.concatenate([np.arange(20) if b % 4 < 2 else [], 20 + 40 * b + np.arange(40)]) for b in range(60)]
+    trace = Given([b.astype(np.int64) for b in batches], [20 + 40 * 60])
+    policies = ["lru", "s3fifo", "lfu", "frequency"]
+    grid = Grid(cache_rows=[100], horizon=[0], prefetch_depth=[0], policy=policies)
+    fills = {r["policy"]: r["fills"] for r in simulate(trace, grid).results}
+    assert fills["lru"] == 60 * 40 + 15 * 20
+    assert all(fills[name] < fills["lru"] - 200 for name in policies[1:])
 
 
 def test_results_do_not_depend_on_workers() -> None:
@@ -189,7 +273,7 @@ def test_an_empty_trace_is_said() -> None:
 
 
 BAD = {
-    "--policy belady": "one of lru, min",
+    "--policy belady": "one of lru, lfu, frequency, s3fifo, min",
     "--horizon -1": "at least 0",
     "--horizon two": "whole number",
     "--prefetch-depth 65": "at most 64",

@@ -23,6 +23,8 @@ horizon, prefetch depth and policy, in one pass over the data on all cores.  Cou
 
 policies: lru  the look-ahead cache of `cdlrm train`: beyond its horizon the row longest unused goes first
                (with --horizon 0 --prefetch-depth 0: plain LRU, as caches that do not look ahead)
+          lfu, frequency, s3fifo  look-ahead caches with another rule beyond the horizon: use counts halved every 32
+               batches; use counts of the whole past; S3-FIFO-like
           min  the optimum MIN(prefetch depth): no cache of this size makes fewer fills
 """
 EXAMPLES = """\

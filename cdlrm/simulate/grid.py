@@ -14,11 +14,13 @@ import numpy as np
 
 from ..config import TrainConfig
 from ..errors import ConfigError, DataError
+from . import policies
 from .caches import Cache, LookAheadCache, LruCurve, MinCache
+from .policies import PolicyCache
 from .trace import Recorder, Trace
 from .uses import Stretch, Uses
 
-POLICIES = ("lru", "min")
+POLICIES = ("lru", *policies.POLICIES, "min")
 STRETCH_LOOKUPS = 1 << 21  # enough that starting threads costs nothing
 STRETCH_BATCHES = 4096
 
@@ -80,9 +82,12 @@ class Grid:
         made: list[Cache] = []
         if "min" in self.policy:
             made += [MinCache(rows, tuple(sorted({0, *self.prefetch_depth}))) for rows in sizes]
-        if "lru" in self.policy:
-            settings = {(max(h, d), d) for h, d in product(self.horizon, self.prefetch_depth)}
-            made += [LookAheadCache(rows, h, d, tables) for rows in sizes for h, d in sorted(settings)]
+        settings = sorted({(max(h, d), d) for h, d in product(self.horizon, self.prefetch_depth)})
+        for name in dict.fromkeys(self.policy):
+            if name == "lru":
+                made += [LookAheadCache(rows, h, d, tables) for rows in sizes for h, d in settings]
+            elif name != "min":
+                made += [PolicyCache(name, rows, h, d, tables) for rows in sizes for h, d in settings]
         if self.curve:
             made += [MinCache(rows, (0,)) for rows in self.curve_sizes(num_rows) if rows not in sizes or not made]
             made.append(LruCurve())
@@ -92,7 +97,7 @@ class Grid:
     def longest(self) -> tuple[int, int]:
         """The longest horizon and the deepest prefetch depth."""
         depth = max(self.prefetch_depth)
-        return max(*self.horizon, depth) if "lru" in self.policy else 0, depth
+        return max(*self.horizon, depth) if set(self.policy) != {"min"} else 0, depth
 
 
 @dataclass

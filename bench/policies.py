@@ -1,0 +1,118 @@
+"""Which rule should choose among rows without a known use?  Fills against MIN(1), in the simulator, depth 1.
+
+Traces: Zipf 0.8, 1.05, 1.2; Zipf 1.05 where 40 % of the lookups are redrawn from the last 16 batches; and the real
+sample where it is given (--data 'DIR/*.orc').  Caches of 2, 4, 8 and 16 times a batch's distinct rows.  Every policy
+sees the same ids.  Run `python bench/policies.py --data …`; JSON lines are appended to bench/results/policies.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from planning import machine
+
+from cdlrm.config import TrainConfig
+from cdlrm.simulate.caches import Cache, LookAheadCache, MinCache
+from cdlrm.simulate.grid import simulate_caches
+from cdlrm.simulate.policies import PolicyCache
+from cdlrm.simulate.trace import BatchRows, SourceTrace, Trace
+
+TABLES, ROWS, SAMPLES, BATCHES = 26, 100_000, 256, 500
+TIMES = (2, 4, 8, 16)
+HORIZONS = (1, 4, 16, 64, 300)
+HALF_LIVES = (8, 32, 128)
+RESULTS = Path(__file__).resolve().parent / "results" / "policies.jsonl"
+
+
+class Made(Trace):
+    """Zipf ids; `reuse`: share of the lookups that are redrawn from the last 16 batches of their table."""
+
+    def __init__(self, zipf: float, reuse: float = 0.0) -> None:
+        self.reuse = reuse
+        self.names, self.table_rows, self.batches = [f"t{i}" for i in range(TABLES)], [ROWS] * TABLES, BATCHES
+        self.cdf = np.cumsum(np.arange(1, ROWS + 1, dtype=np.float64) ** -zipf)
+        self.cdf /= self.cdf[-1]
+
+    def __iter__(self) -> Iterator[BatchRows]:
+        rng = np.random.default_rng(0)
+        base = (np.arange(TABLES) * ROWS)[:, None]
+        past: list[np.ndarray] = []
+        for _ in range(BATCHES):
+            rank = np.searchsorted(self.cdf, rng.random((TABLES, SAMPLES)))
+            rows = rank * 38_561 % ROWS + base  # a multiplier coprime to ROWS scatters the popular rows
+            if past and self.reuse:
+                old = np.stack(past)[rng.integers(0, len(past), rows.shape), np.arange(TABLES)[:, None],
+                                     rng.integers(0, SAMPLES, rows.shape)]  # fmt: skip
+                rows = np.where(rng.random(rows.shape) < self.reuse, old, rows)
+            past = [*past[-15:], rows]
+            yield BatchRows(rows.reshape(-1), 0)
+
+
+def compare(name: str, trace: Trace) -> list[dict[str, object]]:
+    sizes = [np.unique(rows).size for rows, _ in trace]
+    distinct = int(np.mean(sizes))
+    lines: list[dict[str, object]] = []
+    tables = len(trace.table_rows)
+    for times in TIMES:
+        rows = times * distinct
+        least = MinCache(rows, (0, 1))
+        caches: list[tuple[str, int, Cache]] = []
+        for horizon in HORIZONS:
+            caches.append(("lru", horizon, LookAheadCache(rows, horizon, 1, tables)))
+            caches += [(p, horizon, PolicyCache(p, rows, horizon, 1, tables)) for p in ("frequency", "s3fifo")]
+            caches += [
+                (f"lfu, half-life {half}", horizon, PolicyCache("lfu", rows, horizon, 1, tables, half))
+                for half in HALF_LIVES
+            ]
+        passed = simulate_caches(trace, [least, *(cache for *_, cache in caches)], max(HORIZONS), 1)
+        for policy, horizon, cache in caches:
+            lines.append(
+                {
+                    "bench": "policies", "trace": name, "policy": policy, "horizon": horizon, "times_distinct": times,
+                    "cache_rows": rows, "batches": passed.uses.scanned, "distinct": passed.uses.distinct,
+                    "rows_touched": passed.uses.known, "fills": cache.results()[0]["fills"],
+                    "min0_fills": least.counter.fills_at(0), "mind_fills": least.counter.fills_at(1),
+                }
+            )  # fmt: skip
+    return lines
+
+
+def summary(lines: list[dict]) -> str:
+    """Geometric mean and worst of fills / MIN(1), by policy and horizon."""
+    out = [f"{'policy':<22}" + "".join(f"{'h=' + str(h):>16}" for h in HORIZONS) + f"{'all':>16}"]
+    for policy in dict.fromkeys(line["policy"] for line in lines):
+        cells = []
+        for horizon in (*HORIZONS, None):
+            mine = [x["fills"] / x["mind_fills"] for x in lines
+                    if x["policy"] == policy and horizon in (None, x["horizon"])]  # fmt: skip
+            cells.append(f"{np.exp(np.mean(np.log(mine))):>8.4f}{max(mine):>8.4f}")
+        out.append(f"{policy:<22}" + "".join(cells))
+    return "\n".join(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", nargs="+", help="files of the real sample")
+    args = parser.parse_args()
+    traces: dict[str, Trace] = {f"zipf {a}": Made(a) for a in (0.8, 1.05, 1.2)}
+    traces["zipf 1.05, 40 % reuse"] = Made(1.05, 0.4)
+    if args.data:
+        traces["real sample"] = SourceTrace(TrainConfig(data=args.data, mini_batch_size=256, test_fraction=0.0))
+    about, lines = machine(), []
+    with RESULTS.open("a") as stream:
+        for name, trace in traces.items():
+            found = compare(name, trace)
+            lines += found
+            for line in found:
+                stream.write(json.dumps({**about, **line}) + "\n")
+            stream.flush()
+            print(f"{name}: geometric mean and worst of fills / MIN(1)\n{summary(found)}\n", flush=True)
+    print(f"all traces\n{summary(lines)}")
+
+
+if __name__ == "__main__":
+    main()
