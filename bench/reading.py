@@ -4,7 +4,8 @@
 
 Rivals take turns in one process after a warm-up; both may use pyarrow's threads, so wall and CPU seconds are given.
 Bare pyarrow: `read_row_group` / `read_stripe` one after the other, and `pyarrow.csv.open_csv` with ids read as text
-(what it can do without help). Appends one JSON line a file to bench/results/reading.jsonl.
+(what it can do without help). several.parquet has as many ids as flat.parquet, in
+lists of 0 to 10; "ours per id" compares the two. Appends one JSON line a file to bench/results/reading.jsonl.
 """
 
 from __future__ import annotations
@@ -63,12 +64,31 @@ def as_lists(table: pa.Table) -> pa.Table:
     return pa.table(arrays, table.column_names)
 
 
+def several(table: pa.Table) -> pa.Table:
+    """As many ids in a fifth of the rows: lists of 0 to 10 ids, 5 on average."""
+    rows = table.num_rows // 5
+    lengths = np.random.default_rng(0).integers(0, 11, rows)
+    lengths[-1] += 5 * rows - lengths.sum()  # the draw is a little off
+    while lengths[-1] < 0:
+        lengths[np.argmax(lengths[:-1])] += lengths[-1]
+        lengths[-1] = 0
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    arrays = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        flat = column.combine_chunks()
+        lists = name[0] == "c"
+        arrays.append(pa.ListArray.from_arrays(offsets, flat[: 5 * rows]) if lists else flat[:rows])
+    return pa.table(arrays, table.column_names)
+
+
 def write_files(folder: Path, rows: int) -> dict[str, str]:
     table = click_log(rows)
     lists = as_lists(table)
     files = {name: str(folder / name) for name in ("flat.parquet", "lists.parquet", "flat.orc", "lists.orc", "log.tsv")}
     pa.parquet.write_table(table, files["flat.parquet"], row_group_size=65536)
     pa.parquet.write_table(lists, files["lists.parquet"], row_group_size=65536)
+    files["several.parquet"] = str(folder / "several.parquet")
+    pa.parquet.write_table(several(table), files["several.parquet"], row_group_size=65536 // 5)
     pa.orc.write_table(table, files["flat.orc"])
     pa.orc.write_table(lists, files["lists.orc"])
     with open(files["log.tsv"], "w") as out:
@@ -129,6 +149,18 @@ def measure(path: str, repeats: int) -> dict[str, float]:
     return result
 
 
+def measure_per_id(flat: str, several: str, repeats: int) -> dict[str, float]:
+    """The two files have (nearly) the same number of ids, so seconds compare as they are."""
+    best = {path: (float("inf"), float("inf")) for path in (flat, several)}
+    for _ in range(repeats + 1):
+        for path, (wall, cpu) in best.items():
+            began, began_cpu = time.perf_counter(), time.process_time()
+            ours(path)
+            best[path] = (min(wall, time.perf_counter() - began), min(cpu, time.process_time() - began_cpu))
+    (wall, cpu), (wall_several, cpu_several) = best[flat], best[several]
+    return {"wall_ratio_of_minima": round(wall_several / wall, 3), "cpu_ratio_of_minima": round(cpu_several / cpu, 3)}
+
+
 def commit() -> str:
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
@@ -152,6 +184,14 @@ def main() -> None:
         sample = Path(os.environ.get("CDLRM_DATA", HERE.parents[1] / "shared" / "data")) / "criteo_tb_orc"
         if sample.is_dir():
             files["criteo_tb_orc"] = str(sample)
+        per_id = measure_per_id(files["flat.parquet"], files["several.parquet"], args.repeats)
+        print(
+            f"an id in lists  wall x{per_id['wall_ratio_of_minima']} cpu x{per_id['cpu_ratio_of_minima']} of one a row"
+        )
+        about = {"commit": commit(), "date": datetime.date.today().isoformat(), "machine": machine}
+        out.write(
+            json.dumps({"bench": "reading per id", **about, "load": round(os.getloadavg()[0], 1), **per_id}) + "\n"
+        )
         for name, path in files.items():
             line = {
                 "bench": "reading", "file": name, "commit": commit(), "date": datetime.date.today().isoformat(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,6 +27,7 @@ __all__ = [
     "label_values",
     "mapped_values",
     "number_type",
+    "pooled",
 ]
 
 _ALL = np.zeros(0, np.uint8)  # no mask: everything is there
@@ -151,6 +153,13 @@ def _flat(array: pa.Array, ids: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize), _mask(array)
 
 
+def pooled(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """np.empty from Arrow's memory pool, which keeps freed memory: fresh pages for every block cost as much as the
+    kernels."""
+    count = math.prod(shape)
+    return np.frombuffer(pa.allocate_buffer(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
+
+
 def dense_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray, missing: float | None = None) -> int:
     """Fill float32 [R] with log(1 + x), or, where `missing` is given, out with x or `missing`; returns the first bad
     row or -1."""
@@ -172,9 +181,9 @@ def mapped_values(buffers: Buffers, ids: IdMap, out: np.ndarray, bad: np.ndarray
     how = (ids.hashed, np.uint64(ids.rows), row_mask(ids.rows), np.int64(ids.missing))
     if buffers.offsets is None:
         return None, kernels.map_column(buffers.values, buffers.there, *how, out, bad)
-    offsets = np.empty(len(buffers.offsets), np.int64)
+    offsets = pooled((len(buffers.offsets),), np.int64)
     kernels.bag_offsets(buffers.offsets, buffers.row_there, offsets)
-    values = np.empty(offsets[-1], np.int64)
+    values = pooled((int(offsets[-1]),), np.int64)
     return Bags(values, offsets), kernels.bags(
         buffers.values, buffers.there, buffers.offsets, buffers.row_there, offsets, *how, values, bad
     )

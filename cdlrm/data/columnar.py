@@ -190,16 +190,16 @@ class ColumnarSource(FileSource):
         # Written column by column (a strided write would touch every line of memory once a column), then turned.
         dtype = np.float64 if self.raw else np.float32
         missing = np.nan if self.raw else 0.0 if self.prepared and self.prepared.dense_ready else None
-        across = _pooled((self.num_dense, rows), dtype)
+        across = arrow.pooled((self.num_dense, rows), dtype)
         for name, out in zip(self.dense, across, strict=True):
             firsts.append(arrow.dense_values(arrow.buffers_of(table.column(name), ids=False), out, bad, missing))
-        dense = _pooled((rows, self.num_dense), dtype)
+        dense = arrow.pooled((rows, self.num_dense), dtype)
         kernels.turn(across, dense)
         return dense, labels, firsts
 
     def _convert_ids(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, dict[int, Bags], list[int]]:
         """Rows of the tables and the first bad row of every column."""
-        ids = _pooled((len(self.sparse), table.num_rows), np.int64)
+        ids = arrow.pooled((len(self.sparse), table.num_rows), np.int64)
         bags: dict[int, Bags] = {}
         firsts = []
         for f, name in enumerate(self.sparse):
@@ -266,13 +266,6 @@ class OrcSource(ColumnarSource):
 
     def _read(self, reader: pa.orc.ORCFile, block: int, columns: list[str]) -> pa.RecordBatch:
         return reader.read_stripe(block, columns=columns)
-
-
-def _pooled(shape: tuple[int, int], dtype: type) -> np.ndarray:
-    """np.empty from Arrow's memory pool, which keeps freed memory: fresh pages for every block cost as much as the
-    kernels."""
-    count = shape[0] * shape[1]
-    return np.frombuffer(pa.allocate_buffer(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
 
 
 def _padding(value: Any) -> int | None:

@@ -234,18 +234,29 @@ def bags(
 ) -> int:
     """Row numbers of a column of lists; out_offsets int64 [R+1] as `bag_offsets` made them."""
     first = -1
+    masked = len(there) > 0
+    one = np.uint64(1)
     for i in range(len(out_offsets) - 1):
-        listed = len(row_there) == 0 or row_there[i]
-        for k in range(out_offsets[i + 1] - out_offsets[i]):
-            to, at = out_offsets[i] + k, offsets[i] + k
-            if not listed or at >= offsets[i + 1] or (len(there) and not there[at]):
-                out[to] = missing
-            elif hashed:
+        # Unsigned, so that no position is checked for being negative.
+        to, at, end = np.uint64(out_offsets[i]), np.uint64(offsets[i]), np.uint64(offsets[i + 1])
+        if at == end or (len(row_there) > 0 and not row_there[i]):
+            out[to] = missing
+        elif hashed and not masked:
+            while at < end:
                 out[to] = to_row(values[at], rows, mask)
-            else:
-                out[to] = values[at]
-                if np.uint64(values[at]) > rows - np.uint64(1):
-                    out[to] = 0
+                to, at = to + one, at + one
+        elif hashed:
+            while at < end:
+                row = to_row(values[at], rows, mask)
+                out[to] = row if there[at] else missing
+                to, at = to + one, at + one
+        else:
+            while at < end:
+                row = missing if masked and not there[at] else values[at]
+                if np.uint64(row) > rows - one:
+                    row = np.int64(0)
                     bad[i] = 1
                     first = i if first < 0 else first
+                out[to] = row
+                to, at = to + one, at + one
     return first
