@@ -21,10 +21,10 @@ from cdlrm.simulate.grid import simulate_caches
 from cdlrm.simulate.policies import PolicyCache
 from cdlrm.simulate.trace import BatchRows, SourceTrace, Trace
 
-TABLES, ROWS, SAMPLES, BATCHES = 26, 100_000, 256, 500
+TABLES, ROWS, SAMPLES, BATCHES = 26, 100_000, 128, 400
 TIMES = (2, 4, 8, 16)
-HORIZONS = (1, 4, 16, 64, 300)
-HALF_LIVES = (8, 32, 128)
+HORIZONS = (1, 8, 32, 128, 300)
+HALF_LIVES = (16, 64)
 RESULTS = Path(__file__).resolve().parent / "results" / "policies.jsonl"
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     traces: dict[str, Trace] = {f"zipf {a}": Made(a) for a in (0.8, 1.05, 1.2)}
     traces["zipf 1.05, 40 % reuse"] = Made(1.05, 0.4)
     if args.data:
-        traces["real sample"] = SourceTrace(TrainConfig(data=args.data, mini_batch_size=256, test_fraction=0.0))
+        traces["real sample"] = SourceTrace(TrainConfig(data=args.data, mini_batch_size=SAMPLES, test_fraction=0.0))
     about, lines = machine(), []
     with RESULTS.open("a") as stream:
         for name, trace in traces.items():

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 ABOUT = """\
 Simulate caches from ids alone, without training: how many rows would be filled, for every combination of cache size,
-horizon, prefetch depth and policy, in one pass over the data on all cores.  Counts equal those of `cdlrm train`.
+horizon, prefetch depth and policy, in one pass over the data on all cores.  Counts equal those of `cdlrm train`, except
+that a cache of all rows is simulated as a cache (it fills every row once), where training keeps everything resident.
 
 policies: lru  the look-ahead cache of `cdlrm train`: beyond its horizon the row longest unused goes first
                (with --horizon 0 --prefetch-depth 0: plain LRU, as caches that do not look ahead)

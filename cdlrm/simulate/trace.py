@@ -27,6 +27,7 @@ from ..errors import ConfigError, DataError
 from ..lookups import FeatureSlot, flatten
 
 WRITE_LOOKUPS = 1 << 20
+READ_BATCHES = 16
 MOST_ROWS = 2**31 - 2
 
 
@@ -143,7 +144,7 @@ class FileTrace(Trace):
         with pq.ParquetFile(self.file) as found:
             wanted = [name for name in ("rows", "epoch") if name in found.schema_arrow.names]
             for group in range(found.num_row_groups):
-                for piece in found.iter_batches(batch_size=256, row_groups=[group], columns=wanted):
+                for piece in found.iter_batches(batch_size=READ_BATCHES, row_groups=[group], columns=wanted):
                     lists = piece.column("rows")
                     if lists.null_count or lists.values.null_count:
                         raise DataError(f"--trace {self.file}: a batch or a row is null; every batch needs a list.")
