@@ -1,6 +1,23 @@
 """cDLRM: train recommendation models whose embedding tables do not fit the device, exactly.
 
 Names are imported when they are first used, so `import cdlrm` is quick and needs no GPU.
+
+Where things are, in the order in which a batch meets them (words: README and the docstrings):
+
+    data/                       files and synthetic data -> `Batch`
+    lookups                     a batch's ids, checked and flattened -> `Lookups` of a group
+    ahead, runtime              `lookahead`: reader, planner and transfer threads ahead of the trainer
+    plan/                       window, `Planner`, `Plan`; MIN, the optimum to compare with
+    cache, loans, store/        records on the device; those no plan knows of; their home (memory, file)
+    group, step                 one row space, cache and plan; the life of a batch in it
+    driver/, initial, normal    kernels of a device; initial values
+    optim, fused, gradient      formulas; learning rates and gradients as torch sees them
+    module, autograd            what all modules share, and their bridge to autograd
+    embedding, bag, replace     `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own
+    placement, table            which tables form a group, and where they live
+    checkpoint*                 `save`, `load`, `load_tables`
+    model, train, metrics, report, resuming, scoring, memory_plan, advice      the command line's work
+    cli, config, simulate/, sweep/                                             the command line
 """
 
 from __future__ import annotations
