@@ -1,7 +1,7 @@
 """The bridge to autograd: pooled lookups whose backward pass applies the update.
 
 Rows are no parameters: their gradient never exists as a tensor.  A scalar anchor parameter makes
-autograd call the backward; its own gradient stays None.  Per-sample weights get a true gradient.
+autograd call the backward; its own gradient is a stand-in (see `gradient.py`).  Per-sample weights get a true gradient.
 """
 
 from __future__ import annotations

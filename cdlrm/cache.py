@@ -27,20 +27,11 @@ WAIT_SECONDS = 1.0  # bound of every wait; a loop around it re-checks
 
 @dataclass
 class Moves:
-    """Counters of what a cache moved."""
+    """Counters of what a cache moved, for whatever reason: evicts, flushes and loans."""
 
-    fills: int = 0
-    fills_copied: int = 0
-    evicts: int = 0
-    evicts_written: int = 0
-    rows_written: int = 0  # by evicts, flushes and loans
-    bytes_filled: int = 0
+    rows_written: int = 0
     bytes_written: int = 0
     grows: int = 0
-
-    @property
-    def fills_initialised(self) -> int:
-        return self.fills - self.fills_copied
 
 
 class Cache:
@@ -60,7 +51,8 @@ class Cache:
         self.dirty = np.empty(0, np.uint8)
         self.lent = 0
         self.resumed: Callable[[], None] = lambda: None  # told when a pause ends
-        self._gate = threading.Condition()
+        self._lock = threading.RLock()  # see Pipeline.lock
+        self._gate = threading.Condition(self._lock)
         self._pauses = 0
         self._busy = False
         self._resize(rows, 0)
@@ -69,14 +61,14 @@ class Cache:
 
     def try_execute(self, plan: Plan) -> bool:
         """Execute `plan` unless the cache is paused; whether it was executed."""
-        with self._gate:
+        with self._lock:
             if self._pauses:
                 return False
             self._busy = True
         try:
             self._execute(plan)
         finally:
-            with self._gate:
+            with self._lock:
                 self._busy = False
                 self._gate.notify_all()
         return True
@@ -90,15 +82,11 @@ class Cache:
         if slots.size:
             dirty = self.dirty[slots] != 0
             self._write(plan.evict_rows[dirty], slots[dirty])
-            self.moves.evicts_written += int(dirty.sum())
+            plan.written = int(dirty.sum())
             self.slot_row[slots] = -1
-            self.moves.evicts += int(slots.size)
         if plan.fill_slots.size:
-            copied = self.store.read(plan.fill_rows, self.weight, self.state, plan.fill_slots)
+            plan.copied = self.store.read(plan.fill_rows, self.weight, self.state, plan.fill_slots)
             self.slot_row[plan.fill_slots] = plan.fill_rows
-            self.moves.fills += int(plan.fill_slots.size)
-            self.moves.fills_copied += copied
-            self.moves.bytes_filled += copied * self.store.record_bytes
 
     def _write(self, rows: np.ndarray, slots: np.ndarray) -> None:
         if rows.size:
@@ -120,13 +108,13 @@ class Cache:
 
     def hold(self) -> None:
         """Like entering `pause`; ends with `let_go`."""
-        with self._gate:
+        with self._lock:
             self._pauses += 1
             while self._busy:
                 self._gate.wait(WAIT_SECONDS)
 
     def let_go(self) -> None:
-        with self._gate:
+        with self._lock:
             self._pauses -= 1
         self.resumed()
 

@@ -23,7 +23,14 @@ class DataError(CdlrmError, ValueError):
 
 
 class CacheTooSmallError(CdlrmError, RuntimeError):
-    """`strict=True` and a batch has more distinct rows than the cache has slots."""
+    """`strict=True` and a batch has more distinct rows than the cache has slots.
+
+    `batch`, its `distinct` rows, the slots that it would `need` and that there are (`have`).
+    """
+
+    def __init__(self, message: str, *, batch: int = -1, distinct: int = 0, need: int = 0, have: int = 0) -> None:
+        super().__init__(message)
+        self.batch, self.distinct, self.need, self.have = batch, distinct, need, have
 
 
 class NonFiniteGradientError(CdlrmError, RuntimeError):

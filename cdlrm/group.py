@@ -14,6 +14,7 @@ the trainer's.  `_planning` guards the planner and `pending` (plans that are not
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -23,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from .cache import Cache
-from .counts import Counts
+from .counts import Counts, Ended, ended
 from .driver.base import Driver, Segments
-from .errors import UsageError
+from .errors import CacheTooSmallError, UsageError
 from .gradient import applied_gradient
 from .loans import Loans
 from .lookups import FeatureSlot, Lookups
@@ -39,6 +40,7 @@ from .table import Table
 
 log = logging.getLogger("cdlrm")
 NO_TABLES = np.empty(0, np.int32)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Group:
@@ -59,6 +61,7 @@ class Group:
         strict: bool,
         shards: int | None,
         deferred: bool = False,
+        share: float = 1.0,
     ) -> None:
         self.tables, self.optimizer, self.driver, self.store = list(tables), optimizer, driver, store
         self.dim = tables[0].embedding_dim
@@ -90,6 +93,10 @@ class Group:
         self.step: Step | None = None
         self.completed = -1  # newest batch that ended
         self.pending: deque[Plan] = deque()
+        self.ended: deque[Ended] = deque()  # batches that are not counted yet
+        self.share = share  # of the module's cache_rows
+        self._counting = threading.Lock()
+        self._told_growth = 0.0
         self._planning = threading.Lock()
         self.loans = Loans(self.cache, self.planner, self.pending, self._planning)
         self._stamps: np.ndarray | None = None
@@ -107,7 +114,10 @@ class Group:
 
     @property
     def lr(self) -> float:
-        return float(self.hyper["lr"])
+        lr = float(self.hyper["lr"])
+        if not abs(lr) <= FLOAT32_MAX:
+            raise UsageError(f"the learning rate of the tables is {lr}; set a finite number in optimizer.param_groups.")
+        return lr
 
     # --- the planner's thread ---
 
@@ -133,30 +143,55 @@ class Group:
     def plan_next(self, short: bool = False) -> Plan:
         """Plan the next announced batch; it is pending until its transfer was executed."""
         started = time.perf_counter()
-        with self._planning:
-            plan = self.planner.plan()
-            plan.short = short
-            self.pending.append(plan)
-        self._count(plan)
+        self.count_ended()
+        plan = self._plan()
+        plan.short = short
         self.counts.seconds_plan += time.perf_counter() - started
         return plan
 
-    def _count(self, plan: Plan) -> None:
-        self.counts.lookups += plan.lookups
-        self.counts.distinct += plan.distinct
-        self.counts.hits += plan.hits
-        self.counts.distinct_by_table += self.rows_by_table(plan.seg_row)
-        self.counts.fills_by_table += self.rows_by_table(plan.fill_rows)
-        self.counts.short_windows += plan.short
-        if plan.grows:
+    def count_ended(self) -> None:
+        """Count the batches that have ended; on the planner's thread, or when somebody asks."""
+        with self._counting:
+            while self.ended:
+                batch = self.ended.popleft()
+                self.counts.add(batch)
+                self.counts.distinct_by_table += self.rows_by_table(batch.seg_row)
+                self.counts.fills_by_table += self.rows_by_table(batch.fill_rows)
+                if self.minimum is not None:
+                    self.minimum.resize(batch.cache_rows)
+                    self.minimum.add(batch.seg_row)
+
+    def _tell_growth(self, plan: Plan) -> None:
+        """Say that the cache grows, the first time and when it has grown by a quarter since."""
+        if plan.grows and plan.cache_rows >= 1.25 * self._told_growth:
+            self._told_growth = plan.cache_rows
             log.warning(
-                "batch %d needs %d rows at once: the cache grew to %d rows (%.1f MiB); raise cache_rows to at least "
-                "this, or use strict=True to refuse such batches",
+                "batch %d needs %d rows at once: the cache grows to %d rows (%.1f MiB; said again when it has grown by "
+                "a quarter); raise cache_rows (--cache-rows, --cache-ratio), or use strict=True (--strict) to refuse "
+                "such batches",
                 plan.batch, plan.distinct, plan.cache_rows, plan.cache_rows * self.store.record_bytes / 2**20,
             )  # fmt: skip
-        if self.minimum is not None:
-            self.minimum.resize(plan.cache_rows)
-            self.minimum.add(plan.seg_row)
+
+    def _plan(self, hold: int = 0) -> Plan:
+        """The next plan, pending from now on."""
+        with self._planning:
+            try:
+                plan = self.planner.plan(hold)
+            except CacheTooSmallError as error:
+                raise CacheTooSmallError(self._too_small(error)) from None
+            self.pending.append(plan)
+        self._tell_growth(plan)
+        return plan
+
+    def _too_small(self, error: CacheTooSmallError) -> str:
+        """The sentence about a batch that `strict` refuses, with the cache_rows of the whole module."""
+        tables = ", ".join(repr(table.name) for table in self.tables[:3]) + (", …" if len(self.tables) > 3 else "")
+        total = math.ceil(error.need / self.share)
+        return (
+            f"batch {error.batch} has {error.distinct} distinct rows of dim {self.dim} (tables {tables}) and needs "
+            f"cache_rows={total}, but there are {math.ceil(error.have / self.share)}; raise cache_rows (--cache-rows) "
+            f"or cache_ratio (--cache-ratio), use a smaller batch, or allow growth (strict=False, no --strict)."
+        )
 
     # --- the transfer's thread ---
 
@@ -192,6 +227,8 @@ class Group:
                 self.counts.steps += 1
                 if step.plan is not None:
                     self.completed = step.plan.batch
+                    if not step.counted:
+                        self.ended.append(ended(step.plan))
                 self.loans.release()
 
     def settle(self, force: bool = False) -> None:
@@ -245,19 +282,18 @@ class Group:
         hold = 0 if step is None else step.batches
         try:
             self.announce([lookups])
-            with self._planning:
-                plan = self.planner.plan(hold)
-                self.pending.append(plan)
-            self._count(plan)
+            plan = self._plan(hold)
             plan.wait_for = -1  # this thread is the trainer
             if not self.try_execute(plan):
                 raise UsageError("a forward call came while the cache is paused by another thread.")
+            self.ended.append(ended(plan))  # counted now: a step on demand may have several plans
+            self.count_ended()
         except BaseException:
             self.step = step
             self.abandon()
             raise
         if step is None:
-            step = self.step = Step(plan.batch, plan, [lookups])
+            step = self.step = Step(plan.batch, plan, [lookups], counted=True)
             return step.open_call(lookups, plan.slots, 0)
         step.batches += 1
         step.plan = plan

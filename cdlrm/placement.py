@@ -140,7 +140,7 @@ def make_groups(
         groups.append(
             Group(
                 own, optimizer, driver, home, cache_rows=slots[i], resident=resident, strict=strict, shards=shards,
-                deferred=update == "step",
+                deferred=update == "step", share=slots[i] / max(1, sum(slots[k] for k in free)) if i in free else 1.0,
             )
         )
     return groups, notes

@@ -93,7 +93,7 @@ class Reader:
         state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
         calls = self.announce(batch)
         size = int(getattr(batch, "nbytes", 0)) + sum(c.nbytes for each in calls.values() for c in each)
-        with line.condition:
+        with line.lock:
             line.to_scan.append(Work(line.read, batch, calls, state, size))
             line.bytes_in_flight += size
             line.read += 1
@@ -133,7 +133,7 @@ class PlannerStage:
         work = self.line.to_scan[0]
         for group in self.line.groups:
             group.announce(work.calls.get(group, []))
-        with self.line.condition:
+        with self.line.lock:
             self.line.to_scan.popleft()
             self.line.to_plan.append(work)
         self.window_bytes += work.nbytes
@@ -148,7 +148,7 @@ class PlannerStage:
         line.short_windows += short
         if not short and len(line.to_plan) > line.horizon:
             line.patience = PATIENCE_SECONDS
-        with line.condition:
+        with line.lock:
             line.to_plan.popleft()
             line.to_transfer.append(work)
         self.window_bytes -= work.nbytes
@@ -176,7 +176,7 @@ class Transfer:
             if not group.try_execute(work.plans[group]):
                 return False
             work.executed += 1
-        with line.condition:
+        with line.lock:
             line.to_transfer.popleft()
             line.ready.append(work)
         return True
@@ -199,7 +199,9 @@ class Pipeline:
         self.groups = list(groups)
         self.horizon, self.prefetch_depth = max(horizon, prefetch_depth), prefetch_depth
         self.window_bytes = window_bytes
-        self.condition = threading.Condition()
+        # Locked by `with self.lock`: entering a Condition is Python code, and Ctrl-C inside it would keep the lock.
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
         self.version = 0
         self.to_scan: deque[Work] = deque()
         self.to_plan: deque[Work] = deque()
@@ -250,7 +252,7 @@ class Pipeline:
     # --- threads ---
 
     def notify(self) -> None:
-        with self.condition:
+        with self.lock:
             self.version += 1
             self.condition.notify_all()
 
@@ -272,12 +274,12 @@ class Pipeline:
         since = self.waiting_since
         if since is not None:
             seconds = min(seconds, max(since + self.patience - time.monotonic(), 0.001))
-        with self.condition:
+        with self.lock:
             if self.version == seen and not self.stopped:
                 self.condition.wait(seconds)
 
     def _fail(self, stage: Stage, error: BaseException) -> None:
-        with self.condition:
+        with self.lock:
             if self.failure is None and not self.stopped:
                 self.failure = (stage.name, stage.at(), error)
         self.notify()
@@ -309,7 +311,7 @@ class Pipeline:
         finally:
             self.waiting_since = None
             self.seconds_stall += time.monotonic() - started
-        with self.condition:
+        with self.lock:
             work = self.current = self.ready.popleft()
         for group in self.groups:
             group.begin(work.plans[group], work.calls.get(group, []))
@@ -323,7 +325,7 @@ class Pipeline:
         if not self.stopped:  # `close` ended it
             for group in self.groups:
                 group.end()
-        with self.condition:
+        with self.lock:
             self.trained += 1
             self.bytes_in_flight -= work.nbytes
         self.notify()

@@ -1,12 +1,15 @@
 """The counters of a group, and their sum over groups.
 
-Keys: `steps`, `lookups`, `distinct` (rows a batch), `hits` (distinct rows that were cached), `fills`
-(= `fills_copied` from the store + `fills_initialised` without traffic), `evicts`, `evicts_written`
-(dirty ones), `rows_written` (by evicts and flushes), `bytes_filled`, `bytes_written`, `grows`,
-`short_windows`, `unannounced`, `skipped_steps`, `cache_rows`, `table_rows`, `min0_fills` and
-`mind_fills` (what MIN(0) and MIN(prefetch_depth) would have filled on the same batches),
-`mind_fills_double` (MIN(prefetch_depth) in a cache twice as large),
-`prefetch_depth`, `horizon` (of the newest look-ahead), `metadata_bytes`, and seconds of each stage.
+Rows are counted for the batches that were trained (what was only planned or copied ahead when a loop is
+left early is not).
+
+Keys: `steps`, `lookups`, `distinct` (rows a batch), `hits` (distinct rows that were cached), `fills` (=
+`fills_copied` from the store + `fills_initialised` without traffic), `evicts`, `evicts_written` (dirty
+ones), `rows_written` (by evicts and flushes), `bytes_filled`, `bytes_written`, `grows`, `short_windows`,
+`unannounced`, `skipped_steps`, `cache_rows`, `table_rows`, `min0_fills` and `mind_fills` (what MIN(0) and
+MIN(prefetch_depth) would have filled on the same batches), `mind_fills_double` (MIN(prefetch_depth) in a
+cache twice as large), `prefetch_depth`, `horizon` (of the newest look-ahead), `metadata_bytes`, and seconds
+of each stage.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import numpy as np
 
 from .group import Group
 
-_LARGEST = ("steps", "prefetch_depth", "horizon")  # not summed over groups
+_LARGEST = ("steps", "skipped_steps", "prefetch_depth", "horizon")  # not summed over groups
 
 
 def group_stats(group: Group) -> dict[str, Any]:
     """Counters of one group since it was made."""
+    group.count_ended()
     counts, moves, minimum = group.counts, group.cache.moves, group.minimum
     depth = group.planner.prefetch_depth
     return {
@@ -29,13 +33,13 @@ def group_stats(group: Group) -> dict[str, Any]:
         "lookups": counts.lookups,
         "distinct": counts.distinct,
         "hits": counts.hits,
-        "fills": moves.fills,
-        "fills_copied": moves.fills_copied,
-        "fills_initialised": moves.fills_initialised,
-        "evicts": moves.evicts,
-        "evicts_written": moves.evicts_written,
+        "fills": counts.fills,
+        "fills_copied": counts.fills_copied,
+        "fills_initialised": counts.fills - counts.fills_copied,
+        "evicts": counts.evicts,
+        "evicts_written": counts.evicts_written,
         "rows_written": moves.rows_written,
-        "bytes_filled": moves.bytes_filled,
+        "bytes_filled": counts.fills_copied * group.store.record_bytes,
         "bytes_written": moves.bytes_written,
         "grows": moves.grows,
         "short_windows": counts.short_windows,
@@ -57,7 +61,7 @@ def group_stats(group: Group) -> dict[str, Any]:
 
 
 def total(stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over groups (steps and prefetch depth: the largest)."""
+    """Sums over groups (steps, skipped steps, prefetch depth, horizon: the largest)."""
     return {key: (max if key in _LARGEST else sum)(s[key] for s in stats) for key in stats[0]}
 
 
@@ -67,6 +71,7 @@ def table_stats(group: Group) -> dict[str, dict[str, int]]:
     `rows`; `distinct` rows summed over its batches, of which `hits` were cached and `fills` not; `cached_rows` now;
     `trained_rows` ever; `record_bytes` of a row; `table_bytes` of all rows.
     """
+    group.count_ended()
     counts, cached = group.counts, group.cache.slot_row
     in_cache = np.diff(group.bases) if group.resident else group.rows_by_table(cached[cached >= 0])
     trained = group.store.trained

@@ -60,6 +60,7 @@ class Step:
     plan: Plan | None = None
     announced: list[Lookups] = field(default_factory=list)
     batches: int = 1  # planned batches that make up this step (on demand: one a forward call)
+    counted: bool = False  # its plans are in the statistics already
     ended: bool = False
     skip: bool = False  # a gradient was not finite: no update
     used: set[int] = field(default_factory=set)  # numbers of the calls whose gradient came

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import os
+import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 # torch's OpenMP threads spin while they wait, which on a machine of two cores is most of the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# numba knows a kernel's own file only, not the files of what it calls: a cache for each state of the sources.
+_sources = hashlib.sha1(usedforsecurity=False)
+for _path in sorted((Path(__file__).resolve().parent.parent / "cdlrm").rglob("*.py")):
+    _sources.update(_path.read_bytes())
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cdlrm-numba-{_sources.hexdigest()[:16]}"))
+
+# Tests of Ctrl-C need it; a script that starts pytest in the background has it ignored.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 

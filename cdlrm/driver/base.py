@@ -21,8 +21,6 @@ import numpy as np
 from ..lookups import Lookups
 from ..optim import Optimizer
 
-GRADIENT_CHUNK = 256  # lookups of one row whose gradients are added before the chunk sums are
-
 
 @dataclass
 class Segments:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .base import GRADIENT_CHUNK
 from .cpu_kernels import AHEAD, LINE, NO_SCALE
 from .intrinsics import (
     add_row,
@@ -24,6 +23,9 @@ from .intrinsics import (
 )
 
 BLOCK = 32  # rows
+# Lookups of one row whose gradients are added before the chunk sums are (rule 9).  It stands here, since numba
+# compiles a kernel anew only when the kernel's own file changes.
+GRADIENT_CHUNK = 256
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

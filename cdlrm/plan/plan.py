@@ -22,7 +22,8 @@ class Plan:
     `wait_for` is the last batch that must have finished before the plan may be executed (-1: none);
     `cache_rows` the slots after growth, `grows` whether this plan makes the cache larger; `window`
     how many later batches had been scanned; `short` whether that was fewer than the horizon although
-    a victim was needed and more batches were to come.
+    a victim was needed and more batches were to come.  `copied` fills came from the store (the others
+    were generated) and `written` evicts were dirty: known once the plan was executed.
     """
 
     batch: int
@@ -40,6 +41,8 @@ class Plan:
     grows: bool = False
     window: int = 0
     short: bool = False
+    copied: int = 0
+    written: int = 0
 
     @property
     def lookups(self) -> int:

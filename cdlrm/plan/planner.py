@@ -249,8 +249,9 @@ class Planner:
                 raise CacheTooSmallError(
                     f"batch {batch} has {waiting.distinct} distinct rows and needs cache_rows="
                     f"{need * self.shards}, but the cache has {self.cache_rows}; raise cache_rows (or "
-                    f"cache_ratio), use a smaller batch, or allow growth with strict=False."
-                )
+                    f"cache_ratio), use a smaller batch, or allow growth with strict=False.",
+                    batch=batch, distinct=waiting.distinct, need=need * self.shards, have=self.cache_rows,
+                )  # fmt: skip
             for shard in self._shards:
                 shard.grow(need)
         self._waiting.popleft()
