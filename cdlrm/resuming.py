@@ -5,6 +5,7 @@ The files themselves are `cdlrm.checkpoint`'s.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,15 @@ class Checkpoints:
     def __init__(self, config: TrainConfig) -> None:
         """`data`, for who loads the model without the training data, is to be set before the first save."""
         assert config.checkpoint_dir is not None
+        if not config.checkpoint_dir.strip():
+            raise ConfigError("--checkpoint-dir is empty; name the folder for the checkpoints, or leave it out.")
         self.config, self.directory = config, Path(config.checkpoint_dir)
         self.newest: Path | None = None
         self.resumed_from: str | None = None
         self.position: Any = None
         self.data: dict[str, Any] = {}
         self._written = 0
-        found = checkpoints(self.directory)
+        found = self._found()
         if config.resume and not found:
             raise DataError(
                 f"--resume: there is no checkpoint in {self.directory} to go on from; start without --resume, or name "
@@ -53,6 +56,29 @@ class Checkpoints:
             )
         if config.resume:
             self._check(checkpoint_info(self.directory)["extra"])
+        self._probe()
+
+    def _found(self) -> list[Path]:
+        try:
+            if self.directory.exists() and not self.directory.is_dir():
+                raise ConfigError(f"--checkpoint-dir {self.directory}: is a file; name a folder.")
+            return checkpoints(self.directory)
+        except OSError as error:
+            raise DataError(
+                f"--checkpoint-dir {self.directory}: cannot be read ({error.strerror}); name another folder."
+            ) from error
+
+    def _probe(self) -> None:
+        """Make the folder and write to it: before hours of training, not after."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                file.write(b"written")
+        except OSError as error:
+            raise DataError(
+                f"--checkpoint-dir {self.directory}: cannot be written to ({error.strerror}); give it the rights and "
+                "the space, or name another folder."
+            ) from error
 
     def _check(self, extra: Any) -> None:
         """Raise ConfigError unless the run was started with the same settings."""

@@ -166,3 +166,23 @@ def test_wrong_turns_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["train", *flags.split()]) == 2
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1
+
+
+def test_the_folder_is_tried_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, words in {
+        "": "--checkpoint-dir is empty",
+        " ": "--checkpoint-dir is empty",
+        str(tmp_path / "file"): "file: is a file; name a folder",
+        str(tmp_path / "file" / "below"): "cannot be written to .* or name another folder",
+        "/proc/none/below": "/proc/none/below: cannot be written to",
+    }.items():
+        with pytest.raises((ConfigError, DataError), match=words):
+            Trainer(TrainConfig(**SMALL, checkpoint_dir=folder))
+
+    def full(**_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        Trainer(TrainConfig(**SMALL, checkpoint_dir=str(tmp_path / "new")))
