@@ -210,7 +210,8 @@ def bad_value(column: pa.Array | pa.ChunkedArray, row: int, role: str, ids: IdMa
         wrong = next(v for v in inner if v is not None and not 0 <= v < ids.rows)
         return (
             f"is {wrong}, outside [0, {ids.rows})",
-            "give the table more rows (table_rows), or hash the ids (ids='hash')",
+            "give the table more rows (table_rows), hash the ids (ids='hash'), or convert the files with cdlrm convert "
+            "--use-vocabulary if these are not row numbers",
         )
     if len(inner) > 1:
         return f"is a list of {len(inner)} where one number is needed", "give one number a row"

@@ -58,7 +58,8 @@ class TsvSource(FileSource):
             raise DataError(
                 f"{self.files[0]}: line 1 has {found} columns where {needed} are needed "
                 f"(label, {self.num_dense} integers, "
-                f"{sparse} ids, separated by TAB); give a file as Criteo publishes it, or num_dense and num_sparse"
+                f"{sparse} ids, separated by TAB); give a file as Criteo publishes it, or num_dense and num_sparse; "
+                "other layouts: see cdlrm convert --layout"
             )
         self.features = [f"c{f + 1}" for f in range(sparse)]
         self.label, self.dense = "label", [f"i{d + 1}" for d in range(self.num_dense)]
@@ -177,7 +178,9 @@ class TsvSource(FileSource):
             return (
                 f"{where}column '{self.features[feature]}' is {int(field, 16)}, outside "
                 f"[0, {self.table_rows[feature]}); "
-                "give the table more rows (table_rows), hash the ids (ids='hash'), or pass bad_rows='skip'"
+                "give the table more rows (table_rows), hash the ids (ids='hash'), "
+                "convert the files with cdlrm convert --use-vocabulary if these are not row numbers, "
+                "or pass bad_rows='skip'"
             )
         if kind == kernel.TRUNCATED:
             return (
