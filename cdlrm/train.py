@@ -20,7 +20,7 @@ from . import report as reporting
 from .config import TrainConfig, dashed
 from .data import Batch
 from .datasets import Datasets, open_datasets
-from .errors import ConfigError, NonFiniteGradientError
+from .errors import ConfigError, DataError, NonFiniteGradientError
 from .interrupt import Interrupt
 from .machine import package_version
 from .model import DLRM
@@ -113,10 +113,19 @@ class Trainer:
         finally:
             self.listener.close()
         self.interrupted = self._interrupt.asked
+        if self.steps == 0 and not self.interrupted and not self.config.resume:
+            raise DataError(self._why_nothing())
         self.tables.flush()
         if self.checkpoints is not None and not self._torn:
             self._save()
         return self._report(time.perf_counter() - started)
+
+    def _why_nothing(self) -> str:
+        bad = self.data.counters()["bad_rows"]
+        left_out = f" ({bad:,} malformed rows were left out, --bad-rows skip)" if bad else ""
+        split = self.config.data and not self.config.test_data and self.config.test_fraction > 0
+        remedy = " or a smaller --test-fraction" if split else ""
+        return f"nothing was trained: no row is left to train on{left_out}; give --data with more good rows{remedy}."
 
     def _train(self) -> None:
         if self.steps == 0:

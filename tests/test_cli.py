@@ -162,6 +162,25 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["data"]["bad_rows"] == 1 and report["training"]["samples"] == 359
 
 
+@pytest.mark.parametrize(
+    ("lines", "flags", "words"),
+    [
+        (["0"] * 3, ["--bad-rows", "skip"], "no row is left to train on (3 malformed rows were left out"),
+        (["\t".join(["1", *["2"] * 13, *["0f"] * 26])], ["--test-fraction", "0.9"], "a smaller --test-fraction"),
+        (["a_user,item,1,0"], [], "line 1 has 1 columns where 40 are needed"),
+        (["a_user,item,1,0"], [], "other layouts: see cdlrm convert --layout"),
+    ],
+)
+def test_nothing_to_train_on_is_exit_1(
+    lines: list[str], flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    data = ["--data", str(tmp_path / "x.tsv"), "--table-rows", "1000", "--no-progress"]
+    assert main(["train", *data, "--checkpoint-dir", str(tmp_path / "kept"), *flags]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
 def test_no_progress_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *SMALL, "--num-batches", "2", "--no-progress", "--no-metrics"]) == 0
     captured = capsys.readouterr()
