@@ -63,6 +63,18 @@ def convert(
     """
     target = Path(out)
     reader = _check(source, target, vocabulary, min_count, use_vocabulary, overwrite)
+    numbers = _Numbers(reader, vocabulary, min_count)
+    try:
+        return _convert(source, target, numbers, progress)
+    except OSError as error:  # of reading: the sources make DataErrors of theirs
+        reason = error.strerror or " ".join(str(error).split())
+        raise DataError(
+            f"{target}: cannot be written ({reason}); make room or name another place, and repeat the command, which "
+            "goes on behind the finished parts"
+        ) from error
+
+
+def _convert(source: FileSource, target: Path, numbers: _Numbers, progress: Progress) -> Converted:
     with Parts(target.with_name(target.name + ".parts"), source.settings()) as parts:
         resumed = _read(source, parts, progress)
         done = parts.finished()
@@ -70,8 +82,8 @@ def convert(
         if result.rows == 0:
             parts.remove()
             raise DataError(f"{source.files[0]}: no row is left, all {result.bad_rows} are bad; give other files")
-        _put_together(source, parts, done, result, _Numbers(reader, vocabulary, min_count), progress)
-        if vocabulary:
+        _put_together(source, parts, done, result, numbers, progress)
+        if numbers.new:
             replace_file(parts.folder / "vocabulary", vocabulary_file(target))
         replace_file(parts.folder / "result", target)
         parts.remove()

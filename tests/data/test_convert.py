@@ -367,3 +367,21 @@ def test_real_files(criteo_sample: str, tmp_path: Path) -> None:
             found = convert(source, tmp_path / f"{layout}.parquet")
             assert found.rows == (rows or 2 * (287107 - 31013))
     assert time.perf_counter() - began < 60
+
+
+@pytest.mark.parametrize("stage", ["cdlrm.data.parts.write_parquet", "cdlrm.data.parts.os.replace", "os.fsync"])
+def test_full_disk_is_one_sentence(
+    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_tsv(tmp_path / "x.tsv", raw_rows(10))
+    command = ["convert", str(tmp_path / "x.tsv"), str(tmp_path / "y.parquet"), "--vocabulary", "--no-progress"]
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, full)
+        assert main(command) == 1
+    err = capsys.readouterr().err
+    assert "y.parquet: cannot be written (No space left on device)" in err and err.count("\n") == 1
+    assert not (tmp_path / "y.parquet").exists()
+    assert main(command) == 0
