@@ -178,6 +178,10 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: is a folder; name a file in it.")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: its folder does not exist; create it first.")
+    if out.suffix != ".parquet":
+        raise ConfigError(f"--out {out}: the output is Parquet, so its name has to end in .parquet; rename it.")
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"--out {out}: exists and is no regular file; name another file.")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,15 @@ def test_wrong_turns_are_one_sentence(run: Any, tmp_path: Path, capsys: pytest.C
     renamed = tmp_path / "renamed.tsv"
     renamed.write_text("\t".join(["1", *["2"] * 13, *["0f"] * 26]) + "\n", encoding="utf-8")
     unseen, kept = str(run["folder"] / "unseen.parquet"), run["kept"]
+    pipe = tmp_path / "pipe.parquet"
+    os.mkfifo(pipe)
     for code, words, flags in [
         (2, "--checkpoint is missing", ["eval", "--data", unseen]),
         (2, "--data is missing", ["predict", "--checkpoint", kept, "--out", "x"]),
         (2, "--out is missing", ["predict", "--checkpoint", kept, "--data", unseen]),
         (2, "its folder does not exist", ["predict", "--checkpoint", kept, "--data", unseen, "--out", "/no/such/x"]),
+        (2, "end in .parquet", ["predict", "--checkpoint", kept, "--data", unseen, "--out", str(tmp_path / "x.csv")]),
+        (2, "no regular file", ["predict", "--checkpoint", kept, "--data", unseen, "--out", str(pipe)]),
         (1, "does not exist", ["eval", "--checkpoint", str(tmp_path / "none"), "--data", unseen]),
         (1, "no complete checkpoint", ["eval", "--checkpoint", str(tmp_path), "--data", unseen]),
         (1, "cdlrm predict, which needs none", ["eval", "--checkpoint", kept, "--data", unseen]),
