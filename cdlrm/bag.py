@@ -6,6 +6,7 @@ the backward pass by `optimizer`; everything else of one's own loop stays.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -72,6 +73,7 @@ class _OneTable(CachedModule):
             self.set_weight(settings["_weight"])
         elif self.padding_idx is not None and joined is None:
             group.set_rows(base + self.padding_idx, np.zeros((1, self.embedding_dim), np.float32))
+        self._made = frozenset(self.__dict__)  # what else comes is the user's
 
     def _own_group(self, kind: str, settings: dict[str, Any], mean: bool) -> tuple[Group, FusedOptimizer]:
         check_cache_settings(settings["cache_rows"], settings["cache_ratio"])
@@ -165,9 +167,13 @@ class _OneTable(CachedModule):
     # --- copies ---
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = _rebuild(*self._parts())
-        memo[id(self)] = copy
-        return copy
+        kind, settings, weight, state, flags = self._parts()
+        scaler = flags["extras"].pop("grad_scaler", None)  # one scaler serves the copy as well
+        extras = copy.deepcopy(flags["extras"], memo)
+        module = _rebuild(kind, settings, weight, state, {**flags, "extras": extras})
+        module.grad_scaler = scaler
+        memo[id(self)] = module
+        return module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, self._parts()
@@ -182,8 +188,10 @@ class _OneTable(CachedModule):
             )
         weight, state = group.table_values(name)
         t = [table.name for table in group.tables].index(name)
+        own = self.__dict__.items()
+        extras = {k: v for k, v in own if (k not in self._made and k != "_made") or ("_hooks" in k and v)}
         flags = {"training": self.training, "requires_grad": self.anchor.requires_grad, "lr": group.lr,
-                 "steps": int(group.table_steps[t])}  # fmt: skip
+                 "steps": int(group.table_steps[t]), "extras": {**extras, "grad_scaler": self.grad_scaler}}  # fmt: skip
         return type(self), settings, weight, state, flags
 
     def extra_repr(self) -> str:
@@ -201,6 +209,7 @@ def _rebuild(kind: type, settings: dict[str, Any], weight: np.ndarray, state: np
     module.optimizer.param_groups[0]["lr"] = flags["lr"]
     module.anchor.requires_grad_(flags["requires_grad"])
     module.train(flags["training"])
+    module.__dict__.update(flags["extras"])  # hooks and the user's own attributes
     return module
 
 
@@ -260,10 +269,16 @@ class EmbeddingBag(_OneTable):
         self._set_up(settings, mean=mode == "mean")
 
     @classmethod
-    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **settings: Any) -> EmbeddingBag:
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
+        padding_idx: int | None = None, **settings: Any,
+    ) -> EmbeddingBag:  # fmt: skip
         """A module with the rows `embeddings` float32 [rows, dim]; `freeze=False` to train them.
-        Other arguments as in the constructor."""
-        return _pretrained(cls, embeddings, freeze, settings)
+        Arguments in torch's order; the others as in the constructor."""
+        known = {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq, "mode": mode,
+                 "sparse": sparse, "include_last_offset": include_last_offset, "padding_idx": padding_idx}  # fmt: skip
+        return _pretrained(cls, embeddings, freeze, {**known, **settings})
 
     @outside_compiler
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -328,10 +343,15 @@ class Embedding(_OneTable):
         self.anchor.requires_grad_(not _freeze)
 
     @classmethod
-    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **settings: Any) -> Embedding:
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, **settings: Any,
+    ) -> Embedding:  # fmt: skip
         """A module with the rows `embeddings` float32 [rows, dim]; `freeze=False` to train them.
-        Other arguments as in the constructor."""
-        return _pretrained(cls, embeddings, freeze, settings)
+        Arguments in torch's order; the others as in the constructor."""
+        known = {"padding_idx": padding_idx, "max_norm": max_norm, "norm_type": norm_type,
+                 "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}  # fmt: skip
+        return _pretrained(cls, embeddings, freeze, {**known, **settings})
 
     def set_table(self, name: str, weight: Tensor | np.ndarray) -> None:
         super().set_table(name, weight)

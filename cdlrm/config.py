@@ -120,9 +120,9 @@ class TrainConfig:
         group="training", kind=int, low=1)
     learning_rate: float = setting(
         0.1, "of the dense part, and of the tables unless --embedding-learning-rate is given",
-        group="training", kind=float, above=0.0)
+        group="training", kind=float, above=0.0, high=1e6)
     embedding_learning_rate: float | None = setting(
-        None, "of the tables; default: --learning-rate", group="training", kind=float, above=0.0)
+        None, "of the tables; default: --learning-rate", group="training", kind=float, above=0.0, high=1e6)
     optimizer: str = setting(
         "rowwise-adagrad", "of the tables; it runs inside the backward pass", group="training",
         choices=("sgd", "rowwise-adagrad", "adagrad", "adam"))
@@ -247,7 +247,10 @@ def name_of(key: object) -> str:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known word that is closest, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}" if close else ""
+
+
+LARGEST_LAYER = 1 << 16
 
 
 def dashed(flag: str, text: str) -> list[int]:
@@ -258,6 +261,8 @@ def dashed(flag: str, text: str) -> list[int]:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"{flag} {text}: expected whole numbers of at least 1 with dashes between, as 13-512-16.")
+    if max(numbers) > LARGEST_LAYER and flag.startswith("--arch-mlp"):
+        raise ConfigError(f"{flag} {text}: a layer may have at most {LARGEST_LAYER} units.")
     return numbers
 
 
@@ -281,7 +286,7 @@ def checked(field: dataclasses.Field[Any], value: Any) -> Any:
     if low is not None and value < low:
         raise ConfigError(f"{flag} {value}: must be at least {low:g}.")
     if high is not None and value > high:
-        raise ConfigError(f"{flag} {value}: must be at most {high:.15g}.")
+        raise ConfigError(f"{flag} {value}: must be at most {high if isinstance(high, int) else f'{high:g}'}.")
     return value
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .compiler import outside_compiler
+from .data.batch import Batch, check_dense, check_finite_labels
 from .errors import ConfigError, InputError
 from .fused import FusedOptimizer
 from .group import Group, feature_slots
@@ -132,6 +133,9 @@ class EmbeddingBagCollection(CachedModule):
         """What `forward(features)` will look up in each group (used by `cdlrm.lookahead`)."""
         if isinstance(features, tuple) and len(features) == 1:
             features = features[0]  # a tuple of forward's arguments
+        if isinstance(features, Batch):
+            check_dense(features.dense, features.size)
+            check_finite_labels(features.labels)
         return self._flatten(*_inputs(features))
 
 
@@ -172,9 +176,14 @@ def _keyed_jagged(features: Any) -> tuple[dict[str, Any], int]:
 
 
 def _checked_tables(tables: Sequence[Table]) -> list[Table]:
+    if isinstance(tables, Table):
+        raise ConfigError(f"tables is one Table ({tables.name!r}); give a list of them.")
     out = list(tables)
     if not out:
         raise ConfigError("tables=[]: give at least one Table.")
+    for table in out:
+        if not isinstance(table, Table):
+            raise ConfigError(f"tables: {table!r} is a {type(table).__name__}; give cdlrm.Table objects.")
     for what, names in (
         ("table", [table.name for table in out]),
         ("feature", [feature for table in out for feature in table.feature_names]),

@@ -25,6 +25,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     see the module's `table_state`.
     """
 
+    of_tables = True
+
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
         params = [

@@ -87,6 +87,7 @@ class Group:
             self.cache = Cache(self.planner.cache_rows, self.store, driver)
             self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
         self.scaler_known = False  # the module of the newest gradient was given its GradScaler
+        self.updates = 0
         self.closed = False
         self.horizon = 0  # of the newest look-ahead
         self.attached: Any = None  # the look-ahead that feeds this group
@@ -189,8 +190,9 @@ class Group:
         total = math.ceil(error.need / self.share)
         return (
             f"batch {error.batch} has {error.distinct} distinct rows of dim {self.dim} (tables {tables}) and needs "
-            f"cache_rows={total}, but there are {math.ceil(error.have / self.share)}; raise cache_rows (--cache-rows) "
-            f"or cache_ratio (--cache-ratio), use a smaller batch, or allow growth (strict=False, no --strict)."
+            f"cache_rows={total} in all ({error.need} for these tables, which have {error.have} now); raise cache_rows "
+            f"(--cache-rows) or cache_ratio (--cache-ratio), use a smaller batch, or allow growth (strict=False, no "
+            f"--strict)."
         )
 
     # --- the transfer's thread ---
@@ -393,6 +395,7 @@ class Group:
             rows = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
             segments.seg_table = np.empty(rows.size, np.int32)
             tables_of(rows, self.bases, segments.seg_table, np.zeros(len(self.tables), np.int64))
+        self.updates += 1
         self.driver.update(
             self.optimizer, self.lr, self.weight, self.state, segments, lookup_row, grad, weights, step_sizes
         )

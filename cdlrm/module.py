@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .accumulation import watch
 from .ahead import Lookahead, lookahead
 from .autograd import GroupCall, pooled_lookup
 from .errors import ConfigError, InputError, UsageError
@@ -58,8 +59,7 @@ class CachedModule(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
         self.notes: list[str] = []  # what was chosen automatically, and why
         self.grad_scaler: Any = None
-        self._last_batch: int | None = None  # with a backward
-        self._zeroes = False  # whether the loop was seen to zero the anchor's gradient
+        self.updates_known, self.told_accumulation = 0, False  # see `accumulation.py`
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}
@@ -70,6 +70,7 @@ class CachedModule(nn.Module):
         optimizer: FusedOptimizer,
     ) -> None:  # fmt: skip
         self.groups = list(slots)
+        watch(self)
         self._slots, self._widths, self._keys, self.optimizer = slots, widths, keys, optimizer
 
     # --- lookups ---
@@ -106,7 +107,6 @@ class CachedModule(nn.Module):
         for the rows too; with updates in the backward pass it is `AppliedGradient`."""
         known = self.grad_scaler is not None
         if not self.groups[0].deferred:
-            self._notice_accumulation()
             self.anchor.grad = applied_gradient(finite or not known, known)
             return
         squares = 0.0
@@ -115,21 +115,9 @@ class CachedModule(nn.Module):
         self._norm = math.sqrt(squares)
         self.anchor.grad = waiting_gradient(self._norm, known and self.grad_scaler.is_enabled())
 
-    def _notice_accumulation(self) -> None:
-        """Say once that gradients are accumulated although each backward pass updates: the loop zeroes
-        the anchor's gradient, but not between two steps."""
-        step = self.groups[0].step
-        batch = -1 if step is None else step.batch
-        if self.anchor.grad is None:
-            self._zeroes = self._last_batch is not None
-        elif self._zeroes and batch != self._last_batch:
-            self._zeroes = False
-            log.warning(
-                "gradients are accumulated over several forward and backward passes, but rows are updated in each "
-                "backward pass, so that this differs from one update of all; make the module with update=\"step\" and "
-                "call its optimizer.step(), or call zero_grad() after each step (said when it is noticed)"
-            )
-        self._last_batch = batch
+    def updates_made(self) -> int:
+        """Updates in the backward pass so far (0 with `update="step"`)."""
+        return max(0 if group.deferred else group.updates for group in self.groups)
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
+FLOAT32_MAX = 3.4028234663852886e38
+
 
 def _finite(owner: str, name: str, value: float, *, low: float, strict_low: bool = False) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number.")
+    if abs(value) > FLOAT32_MAX:
+        raise ConfigError(f"{owner}({name}={value!r}): {name} must fit float32, at most {FLOAT32_MAX:.4g}.")
     if value < low or (strict_low and value == low):
         relation = ">" if strict_low else ">="
         raise ConfigError(f"{owner}({name}={value!r}): {name} must be {relation} {low:g}.")

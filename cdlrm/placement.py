@@ -109,6 +109,10 @@ def make_groups(
     fresh: bool = False,
 ) -> tuple[list[Group], list[str]]:
     """The groups of `tables`, and what was chosen automatically and why."""
+    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= 256):
+        raise ConfigError(f"shards={shards!r}: must be an integer within [1, 256].")
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict={strict!r}: must be True or False.")
     if update not in UPDATES:
         raise ConfigError(f"update={update!r}: must be one of {', '.join(UPDATES)}.")
     members = split_groups(tables, optimizers)
@@ -123,6 +127,34 @@ def make_groups(
     if free:
         chosen, notes = place([rows[i] for i in free], sizes, cache_rows, cache_ratio, store)
         slots.update(zip(free, chosen, strict=True))
+    try:
+        return _build(
+            tables, optimizers, members, rows, slots, free, notes, driver, store, strict, seed, shards, update, fresh
+        )
+    except MemoryError:
+        raise ConfigError(
+            f"the tables have {sum(rows):,} rows, for which the host memory ({available_bytes() / 2**30:.1f} GiB "
+            f'available) does not suffice; use fewer rows (--table-rows), a smaller dim, or store="file:DIR".'
+        ) from None
+
+
+def _build(
+    tables: Sequence[Table],
+    optimizers: Sequence[Optimizer],
+    members: list[list[int]],
+    rows: list[int],
+    slots: dict[int, int],
+    free: list[int],
+    notes: list[str],
+    driver: Driver,
+    store: str,
+    strict: bool,
+    seed: int,
+    shards: int | None,
+    update: str,
+    fresh: bool,
+) -> tuple[list[Group], list[str]]:
+    """The groups with their stores; adds to `notes`.  Raises MemoryError where they do not fit."""
     groups = []
     for i, numbers in enumerate(members):
         optimizer = optimizers[numbers[0]]
@@ -140,7 +172,7 @@ def make_groups(
         groups.append(
             Group(
                 own, optimizer, driver, home, cache_rows=slots[i], resident=resident, strict=strict, shards=shards,
-                deferred=update == "step", share=slots[i] / max(1, sum(slots[k] for k in free)) if i in free else 1.0,
+                deferred=update == "step", share=rows[i] / sum(rows[k] for k in free) if i in free else 1.0,
             )
         )
     return groups, notes

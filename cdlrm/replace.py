@@ -100,6 +100,9 @@ def replace_embeddings(
         ours.set_table(path, original.weight.detach())
         ours.anchor.requires_grad_(original.weight.requires_grad)
         ours.train(original.training)
+        for name, hooks in original.__dict__.items():  # the user's hooks go on working
+            if "_hooks" in name and hooks:
+                ours.__dict__[name].update(hooks)
         modules[path] = ours
     for path, original in found.items():
         _swap(model, original, modules[path])

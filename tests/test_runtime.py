@@ -352,6 +352,32 @@ def test_keyboard_interrupt_while_waiting(rig: Callable[..., Rig]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_keyboard_interrupt_while_threads_start(
+    rig: Callable[..., Rig], which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits until all are started, so that they can be ended."""
+    r = rig()
+    start, calls = threading.Thread.start, [0]
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name in ("cdlrm-reader", "cdlrm-planner", "cdlrm-transfer"):
+            if calls[0] == which:
+                signal.raise_signal(signal.SIGINT)
+            calls[0] += 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for batch in r.look():
+            r.train(batch)
+    monkeypatch.undo()
+    assert calls[0] == 3 and r.trained == 0
+    for batch in r.look():
+        r.train(batch)
+
+
+@pytest.mark.long  # a signal may land inside Python's own locks once in some hundred times
 def test_keyboard_interrupt_at_any_moment(rig: Callable[..., Rig]) -> None:
     """Whatever Ctrl-C interrupts, also the start of the threads: sound, usable, closed, no thread left."""
     rig()  # its end looks for threads

@@ -29,7 +29,10 @@ class _Lazy:
 
     def __init__(self, shape: tuple[int, int]) -> None:
         count = shape[0] * shape[1]
-        self._map = mmap.mmap(-1, max(4 * count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._map = mmap.mmap(-1, max(4 * count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{4 * count} bytes of memory: {error}") from error
         self.array = np.frombuffer(self._map, np.float32, count).reshape(shape)
 
     def use_huge_pages(self) -> None:
