@@ -28,17 +28,18 @@ def watch(module: Any) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer steps: each module should have made one update since the last time."""
+    """An optimizer steps: each module should have made one update since the last time (told in the second round)."""
     if getattr(optimizer, "of_tables", False):
         return
     for module in list(_watched):
-        made = module.updates_made()
-        if made - module.updates_known > 1 and not module.told_accumulation:
+        made, known = module.updates_made(), module.updates_known
+        module.updates_known = made
+        # What came before the first step may have had another loop, or none with an optimizer.
+        if known is not None and made - known > 1 and not module.told_accumulation:
             module.told_accumulation = True
             log.warning(
                 "gradients are accumulated: the rows of %s were updated in each of %d backward passes before one step "
                 'of %s, which differs from one update of all; make the module with update="step" and call its '
                 "optimizer.step(), or step after each backward (said once)",
-                type(module).__name__, made - module.updates_known, type(optimizer).__name__,
+                type(module).__name__, made - known, type(optimizer).__name__,
             )  # fmt: skip
-        module.updates_known = made

@@ -59,7 +59,8 @@ class CachedModule(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
         self.notes: list[str] = []  # what was chosen automatically, and why
         self.grad_scaler: Any = None
-        self.updates_known, self.told_accumulation = 0, False  # see `accumulation.py`
+        self.updates_known: int | None = None  # see `accumulation.py`
+        self.told_accumulation = False
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}

@@ -1,0 +1,123 @@
+"""What is counted, and what is said, when a loop ends early, a batch is refused, or gradients accumulate."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+
+import cdlrm
+
+
+def batches(count: int, rows: int = 500, size: int = 60) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"a": torch.randint(rows, (size,), generator=generator)} for _ in range(count)]
+
+
+def test_only_trained_batches_are_counted() -> None:
+    ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 500, 4)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=120)
+    data = batches(40)
+    trained = distinct = 0
+    for _ in range(4):
+        for j, batch in enumerate(cdlrm.lookahead(ebc, data, horizon=8)):
+            ebc(batch).sum().backward()
+            trained += 1
+            distinct += len(batch["a"].unique())
+            if j == 6:
+                break
+    stats = ebc.stats()
+    assert stats["steps"] == trained == 28
+    assert stats["lookups"] == 28 * 60 and stats["distinct"] == distinct
+    assert stats["hits"] + stats["fills"] == stats["distinct"]
+    assert 0 < stats["min0_fills"] <= stats["fills"]
+    assert ebc.table_stats()["a"]["distinct"] == distinct
+    ebc.close()
+
+
+def test_strict_names_the_cache_rows_that_do() -> None:
+    tables = [cdlrm.Table("a", 1000, 4), cdlrm.Table("b", 100_000, 8)]
+    batch = {"a": torch.arange(200), "b": torch.arange(200)}
+
+    def module(rows: int) -> cdlrm.EmbeddingBagCollection:
+        return cdlrm.EmbeddingBagCollection(tables, optimizer=cdlrm.SGD(lr=1.0), cache_rows=rows, strict=True)
+
+    refused = module(50)
+    with pytest.raises(cdlrm.CacheTooSmallError, match="tables 'a'") as error:
+        refused(batch)
+    refused.check()
+    enough = re.search(r"cache_rows=(\d+)", str(error.value))
+    assert enough is not None
+    module(int(enough.group(1)))(batch)
+    with pytest.raises(cdlrm.CacheTooSmallError):
+        module(int(enough.group(1)) - 102)(batch)
+
+
+def test_growth_is_said_at_first_and_by_quarters(caplog: pytest.LogCaptureFixture) -> None:
+    ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 5000, 4)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=10)
+    with caplog.at_level(logging.WARNING, "cdlrm"):
+        for size in range(11, 60):
+            ebc({"a": torch.arange(size)}).sum().backward()
+    assert ebc.stats()["grows"] == 49
+    assert 2 <= sum("the cache grows" in record.message for record in caplog.records) <= 9
+    ebc.close()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_accumulation_is_told_whatever_the_optimizer_holds(k: int, caplog: pytest.LogCaptureFixture) -> None:
+    bag = cdlrm.EmbeddingBag(50, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1), cache_rows=40)
+    head = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+    with caplog.at_level(logging.WARNING, "cdlrm"):
+        for i in range(12):
+            head(bag(torch.randint(50, (8, 3)))).sum().backward()
+            if i % k == k - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    told = [record for record in caplog.records if "gradients are accumulated" in record.message]
+    assert len(told) == (1 if k > 1 else 0)
+
+
+def test_copies_and_replacements_keep_hooks_and_attributes() -> None:
+    calls: list[int] = []
+    bag = cdlrm.EmbeddingBag(20, 4, optimizer=cdlrm.SGD(lr=0.1))
+    bag.register_forward_hook(lambda *a: calls.append(1))
+    bag.label = "mine"  # type: ignore[assignment]
+    other = copy.deepcopy(bag)
+    other(torch.tensor([[1, 2]]))
+    assert calls == [1] and other.label == "mine"
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 3))
+    model[0].register_forward_hook(lambda *a: calls.append(2))
+    cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
+    model(torch.arange(3))
+    assert calls == [1, 2]
+
+
+def test_from_pretrained_takes_torchs_positions() -> None:
+    rows = torch.randn(4, 2)
+    assert torch.equal(cdlrm.Embedding.from_pretrained(rows, False, 0).weight, rows)
+    ours = cdlrm.EmbeddingBag.from_pretrained(rows, True, None, 2.0, False, "sum", False, True, 1)
+    theirs = torch.nn.EmbeddingBag.from_pretrained(rows, True, None, 2.0, False, "sum", False, True, 1)
+    ids, offsets = torch.tensor([0, 1, 3]), torch.tensor([0, 2, 3])
+    assert torch.equal(ours(ids, offsets), theirs(ids, offsets))
+
+
+def test_a_learning_rate_that_is_no_number_is_refused() -> None:
+    ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 9, 2)], optimizer=cdlrm.SGD(lr=0.1))
+    ebc.optimizer.param_groups[0]["lr"] = float("nan")
+    out = ebc({"a": torch.arange(3)})
+    with pytest.raises(cdlrm.UsageError, match="learning rate"):
+        out.sum().backward()
+    with pytest.raises(cdlrm.ConfigError, match="float32"):
+        cdlrm.SGD(lr=1e39)
+
+
+def test_user_batches_are_checked_by_the_look_ahead() -> None:
+    ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 9, 2)], optimizer=cdlrm.SGD(lr=0.1))
+    for dense, labels in ((float("nan"), 1.0), (0.0, float("inf"))):
+        batch = cdlrm.Batch(torch.full((2, 3), dense), torch.full((2,), labels), {"a": cdlrm.Jagged(torch.arange(2))})
+        with pytest.raises(cdlrm.InputError, match="sample 0"):
+            next(iter(cdlrm.lookahead(ebc, [batch])))
+    ebc.close()
