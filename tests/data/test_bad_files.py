@@ -179,7 +179,7 @@ def test_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, w
 def test_text_range_truncated_and_binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.tsv"
     path.write_text(LINE * 3)
-    refused(path, "line 1", "'c2' is 10, outside [0, 10)", "--use-vocabulary", table_rows="11-10" + "-11" * 24, ids="rows")
+    refused(path, "line 1", "'c2' is 10, outside [0, 10)", "vocabulary", table_rows="11-10" + "-11" * 24, ids="rows")
     path.write_text((LINE * 3)[:-5])
     refused(path, "line 3", "truncated")
     assert read(path, bad_rows="skip") == 2
