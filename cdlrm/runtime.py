@@ -15,6 +15,7 @@ with the window as it is (`short_windows` counts them); that changes which rows 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from .errors import CdlrmError, PipelineError, UsageError
 from .group import Group
 from .interrupt import interrupt_later
 from .lookups import Lookups
-from .plan import Plan
+from .plan import Plan, Planner
 
 log = logging.getLogger("cdlrm")
 
@@ -34,6 +35,9 @@ WAIT_SECONDS = 0.5  # bound of every wait of ours; a loop around it re-checks
 PATIENCE_SECONDS = 0.25  # how long the trainer waits for a loader before a shorter window is used
 LEAST_PATIENCE = 0.002
 JOIN_SECONDS = 3.0  # how long `close` waits for a thread that is inside the user's loader
+
+BATCHES_PER_SHARE = 12  # keeps fills within 2 % of MIN on Zipf 0.8-1.2, real logs and reuse (bench/policies.py)
+LARGEST_HORIZON = 512
 
 Announce = Callable[[Any], dict[Group, list[Lookups]]]
 
@@ -133,6 +137,8 @@ class PlannerStage:
         work = self.line.to_scan[0]
         for group in self.line.groups:
             group.announce(work.calls.get(group, []))
+        if self.line.auto_horizon and work.index == 0:
+            self.line.choose_horizon()
         with self.line.lock:
             self.line.to_scan.popleft()
             self.line.to_plan.append(work)
@@ -195,9 +201,11 @@ class Pipeline:
         prefetch_depth: int,
         window_bytes: int,
         threads: bool = True,
+        auto_horizon: bool = False,
     ) -> None:
         self.groups = list(groups)
         self.horizon, self.prefetch_depth = max(horizon, prefetch_depth), prefetch_depth
+        self.auto_horizon = auto_horizon  # chosen when the first batch is scanned
         self.window_bytes = window_bytes
         # Locked by `with self.lock`: entering a Condition is Python code, and Ctrl-C inside it would keep the lock.
         self.lock = threading.RLock()
@@ -231,6 +239,15 @@ class Pipeline:
                 thread = threading.Thread(target=self._loop, args=(stage,), name=f"cdlrm-{stage.name}", daemon=True)
                 self.threads.append(thread)
                 thread.start()
+
+    def choose_horizon(self) -> None:
+        """From the first scanned batch: BATCHES_PER_SHARE for each time that a cache holds its distinct rows."""
+        planners = [group.planner for group in self.groups if isinstance(group.planner, Planner)]
+        shares = [planner.cache_rows / max(planner.distinct(), 1) for planner in planners]
+        if shares:
+            self.horizon = max(self.prefetch_depth, min(LARGEST_HORIZON, math.ceil(BATCHES_PER_SHARE * max(shares))))
+        for group in self.groups:
+            group.horizon = self.horizon
 
     # --- what the stages ask ---
 

@@ -121,3 +121,20 @@ def test_user_batches_are_checked_by_the_look_ahead() -> None:
         with pytest.raises(cdlrm.InputError, match="sample 0"):
             next(iter(cdlrm.lookahead(ebc, [batch])))
     ebc.close()
+
+
+def test_horizon_auto_follows_the_cache() -> None:
+    found = {}
+    for rows in (60, 240, 500):
+        ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 501, 4)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=rows)
+        look = cdlrm.lookahead(ebc, batches(60), horizon="auto")
+        for batch in look:
+            ebc(batch).sum().backward()
+        found[rows] = look.stats()["horizon"]
+        assert ebc.stats()["horizon"] == found[rows]
+        assert ebc.stats()["fills"] <= 1.02 * ebc.stats()["mind_fills"] + 2
+        ebc.close()
+    distinct = len(batches(1)[0]["a"].unique())
+    assert found == {rows: -(-12 * rows // distinct) for rows in found}
+    with pytest.raises(cdlrm.ConfigError, match="auto"):
+        cdlrm.lookahead(torch.nn.Sequential(ebc), [], horizon="far")
