@@ -59,14 +59,18 @@ class Cache:
 
     # --- the transfer thread ---
 
-    def try_execute(self, plan: Plan) -> bool:
-        """Execute `plan` unless the cache is paused; whether it was executed."""
+    def try_execute(self, plan: Plan, executed: Callable[[], None]) -> bool:
+        """Execute `plan` unless the cache is paused; whether it was executed.
+
+        `executed` is called before a pause can begin, so that whoever pauses sees both or neither.
+        """
         with self._lock:
             if self._pauses:
                 return False
             self._busy = True
         try:
             self._execute(plan)
+            executed()
         finally:
             with self._lock:
                 self._busy = False

@@ -247,7 +247,7 @@ def name_of(key: object) -> str:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known word that is closest, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}" if close else ""
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 LARGEST_LAYER = 1 << 16

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .compiler import outside_compiler
-from .data.batch import Batch, check_dense, check_finite_labels
+from .data.batch import Batch, check_dense
 from .errors import ConfigError, InputError
 from .fused import FusedOptimizer
 from .group import Group, feature_slots
@@ -135,7 +135,6 @@ class EmbeddingBagCollection(CachedModule):
             features = features[0]  # a tuple of forward's arguments
         if isinstance(features, Batch):
             check_dense(features.dense, features.size)
-            check_finite_labels(features.labels)
         return self._flatten(*_inputs(features))
 
 

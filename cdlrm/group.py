@@ -202,12 +202,16 @@ class Group:
         if plan.wait_for > self.completed:
             return False
         started = time.perf_counter()
-        if not self.resident and not self.cache.try_execute(plan):
+        if self.resident:
+            self._no_more_pending()
+        elif not self.cache.try_execute(plan, self._no_more_pending):
             return False
-        with self._planning:
-            self.pending.popleft()
         self.counts.seconds_transfer += time.perf_counter() - started
         return True
+
+    def _no_more_pending(self) -> None:
+        with self._planning:
+            self.pending.popleft()
 
     # --- the trainer's thread: a step ---
 

@@ -370,6 +370,8 @@ class Pipeline:
         for thread in self.threads:
             if thread.ident is not None and thread is not threading.current_thread():  # was started
                 thread.join(JOIN_SECONDS)
+                while thread.is_alive() and not thread.name.endswith(self.reader.name):
+                    thread.join(WAIT_SECONDS)  # in a long copy; nothing of the user's can hold it up
                 if thread.is_alive():
                     log.warning(
                         "the look-ahead was closed while the loader had not returned for %.0f s; its thread %s ends "

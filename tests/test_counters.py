@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections import deque
+from typing import Any
 
 import pytest
 import torch
@@ -116,8 +118,8 @@ def test_a_learning_rate_that_is_no_number_is_refused() -> None:
 
 def test_user_batches_are_checked_by_the_look_ahead() -> None:
     ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 9, 2)], optimizer=cdlrm.SGD(lr=0.1))
-    for dense, labels in ((float("nan"), 1.0), (0.0, float("inf"))):
-        batch = cdlrm.Batch(torch.full((2, 3), dense), torch.full((2,), labels), {"a": cdlrm.Jagged(torch.arange(2))})
+    for dense in (float("nan"), float("-inf")):
+        batch = cdlrm.Batch(torch.full((2, 3), dense), torch.ones(2), {"a": cdlrm.Jagged(torch.arange(2))})
         with pytest.raises(cdlrm.InputError, match="sample 0"):
             next(iter(cdlrm.lookahead(ebc, [batch])))
     ebc.close()
@@ -138,3 +140,20 @@ def test_horizon_auto_follows_the_cache() -> None:
     assert found == {rows: -(-12 * rows // distinct) for rows in found}
     with pytest.raises(cdlrm.ConfigError, match="auto"):
         cdlrm.lookahead(torch.nn.Sequential(ebc), [], horizon="far")
+
+
+def test_a_plan_is_pending_until_the_very_moment_it_is_executed() -> None:
+    """Evaluation looks through pending plans: one that is executed and still pending would be undone."""
+    ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 500, 4)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=120)
+    group, seen = ebc.groups[0], []
+
+    class Watched(deque):  # type: ignore[type-arg]
+        def popleft(self) -> Any:
+            seen.append(group.cache._busy)
+            return super().popleft()
+
+    group.pending = group.loans.pending = Watched()
+    for batch in cdlrm.lookahead(ebc, batches(20)):
+        ebc(batch).sum().backward()
+    assert len(seen) == 20 and all(seen)
+    ebc.close()

@@ -94,15 +94,6 @@ def check_labels(labels: Tensor) -> None:
         )
 
 
-def check_finite_labels(labels: Tensor) -> None:
-    """Labels of a user's `Batch` (any real numbers) must be finite; raises `InputError` otherwise."""
-    values = labels.detach().cpu().numpy().reshape(-1)
-    good = np.isfinite(values)
-    if not good.all():
-        row = int(np.flatnonzero(~good)[0])
-        raise InputError(f"the label of sample {row} is {values[row]}; give finite labels")
-
-
 def check_jagged(name: str, jagged: Jagged, size: int, rows: int | None = None) -> None:
     """Ids int64 [L], offsets int64 [size+1] from 0 to L without decrease, weights finite float32 [L], ids in [0,
     rows)."""
