@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .driver.base import Verdict
 from .errors import NonFiniteGradientError, UsageError
 from .group import Group
 from .lookups import Lookups
@@ -35,30 +35,32 @@ def pooled_lookup(module: Any, calls: list[GroupCall], anchor: Tensor, weights: 
     if torch.is_grad_enabled() and (anchor.requires_grad or weights):
         return list(_PooledLookup.apply(module, calls, list(weights), anchor, *weights.values()))
     with torch.no_grad():
-        return [torch.from_numpy(out) for out in _forward(calls, training=False)]
+        return _forward(calls, module.output_dtype, training=False)
 
 
-def _forward(calls: list[GroupCall], training: bool) -> list[np.ndarray]:
-    outputs: dict[int, np.ndarray] = {}
+def _forward(calls: list[GroupCall], dtype: torch.dtype, training: bool) -> list[Tensor]:
+    outputs: dict[int, Tensor] = {}
     for each in calls:
         group, lookups = each.group, each.lookups
         shape = (lookups.batch_size, lookups.width, group.dim)
         if group.dim not in outputs:
-            outputs[group.dim] = group.driver.empty(shape, np.float32)
-        matrix = outputs[group.dim].reshape(-1, group.dim)
+            outputs[group.dim] = group.driver.output(shape, dtype)
+        matrix = outputs[group.dim].view(-1, group.dim)
         if training:
             each.call = group.training_slots(lookups)
             started = time.perf_counter()
-            group.driver.lookup(group.weight, each.call.slots, lookups, lookups.weights, matrix)
+            group.records.lookup(each.call.slots, lookups, matrix, each.call)
             group.counts.seconds_lookup += time.perf_counter() - started
         else:
             group.settle_for_reading()
             with group.cache.pause():
                 slots, keep = group.loans.for_reading(lookups, group.step)
                 try:
-                    group.driver.lookup(group.weight, slots, lookups, lookups.weights, matrix)
+                    group.records.lookup(slots, lookups, matrix)
                 finally:
+                    group.records.fence()
                     group.cache.give_back(keep)
+    calls[0].group.driver.hand_over()
     return [outputs[dim] for dim in sorted(outputs)]
 
 
@@ -70,25 +72,25 @@ class _PooledLookup(torch.autograd.Function):
         ctx.module, ctx.calls, ctx.features = module, calls, features
         ctx.learns = anchor.requires_grad
         ctx.set_materialize_grads(False)
-        return tuple(torch.from_numpy(out) for out in _forward(calls, training=True))
+        return tuple(_forward(calls, module.output_dtype, training=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         dims = sorted({each.group.dim for each in ctx.calls})
         by_dim = dict(zip(dims, grads, strict=True))
-        received: list[tuple[GroupCall, np.ndarray]] = []
+        received: list[tuple[GroupCall, Tensor]] = []
         for each in ctx.calls:
             assert each.call is not None
             each.call.accept()
             grad = by_dim[each.group.dim]
-            lookups = each.lookups
+            rows, dim = each.lookups.batch_size * each.lookups.width, each.group.dim
             if grad is None:
-                matrix = np.zeros((lookups.batch_size * lookups.width, each.group.dim), np.float32)
+                matrix = torch.zeros((rows, dim), device=each.group.driver.device)
             else:
-                matrix = grad.detach().to(torch.float32).contiguous().numpy().reshape(-1, each.group.dim)
+                matrix = grad.detach().to(torch.float32).contiguous().view(rows, dim)
             received.append((each, matrix))
-        finite = _finite(ctx.module, received)
+        verdict = _finite(ctx.module, received)
         weight_grads = _weight_grads(ctx, received)
         if ctx.learns:
             if not _asked_for_rows(ctx):
@@ -96,14 +98,13 @@ class _PooledLookup(torch.autograd.Function):
             ctx.module.gradients_come()
         for each, matrix in _unscaled(ctx.module, received):
             assert each.call is not None
-            each.group.scaler_known = ctx.module.grad_scaler is not None
-            scaled = each.group.driver.scale_mean(each.lookups, matrix)
-            if each.group.deferred:
-                each.call.owner = ctx.module
-                scaled = scaled.copy() if scaled is matrix else scaled  # autograd may use the memory again
-            each.group.receive(each.call, scaled, each.lookups.weights, finite, ctx.learns)
+            group = each.group
+            group.scaler_known = ctx.module.grad_scaler is not None
+            each.call.owner, each.call.weights = ctx.module, each.lookups.weights
+            group.records.take_gradient(each.call, matrix, keep=group.deferred is not None)
+            group.receive(each.call, verdict, ctx.learns)
         if ctx.learns:
-            ctx.module.gradients_came(finite)
+            ctx.module.gradients_came(verdict)
         return (None, None, None, None, *weight_grads)
 
 
@@ -118,25 +119,28 @@ def _asked_for_rows(ctx: Any) -> bool:
         ) from error
 
 
-def _finite(module: Any, received: list[tuple[GroupCall, np.ndarray]]) -> bool:
+def _finite(module: Any, received: list[tuple[GroupCall, Tensor]]) -> Verdict:
     """Whether all gradients are finite; raises NonFiniteGradientError unless the module skips such steps."""
-    for dim in {each.group.dim for each, _ in received}:
-        each, matrix = next((e, m) for e, m in received if e.group.dim == dim)
-        if not each.group.driver.all_finite(matrix):
-            if module.nonfinite == "skip" or module.grad_scaler is not None:
-                return False
-            assert each.call is not None
-            row, column = (int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
-            sample, feature = divmod(row, each.lookups.width)
-            raise NonFiniteGradientError(
-                f"batch {each.call.step.batch}: the gradient of sample {sample}, feature column {feature}, element "
-                f"{column} is {matrix[row, column]}; nothing was updated; lower the learning rate, or use "
-                f'nonfinite="skip".'
-            )
-    return True
+    by_dim = {each.group.dim: (each, matrix) for each, matrix in reversed(received)}
+    first = received[0][0]
+    assert first.call is not None
+    raising = module.nonfinite == "raise" and module.grad_scaler is None
+    matrices = [matrix for _, matrix in by_dim.values()]
+    verdict = first.group.driver.finite(matrices, raising, f"batch {first.call.step.batch}")
+    if raising and verdict.known is False:
+        each, matrix = next((e, m) for e, m in by_dim.values() if not torch.isfinite(m).all())
+        assert each.call is not None
+        row, column = torch.nonzero(~torch.isfinite(matrix))[0].tolist()
+        sample, feature = divmod(row, each.lookups.width)
+        raise NonFiniteGradientError(
+            f"batch {each.call.step.batch}: the gradient of sample {sample}, feature column {feature}, element "
+            f"{column} is {float(matrix[row, column])}; nothing was updated; lower the learning rate, or use "
+            f'nonfinite="skip".'
+        )
+    return verdict
 
 
-def _weight_grads(ctx: Any, received: list[tuple[GroupCall, np.ndarray]]) -> list[Tensor | None]:
+def _weight_grads(ctx: Any, received: list[tuple[GroupCall, Tensor]]) -> list[Tensor | None]:
     """Gradient of the per-sample weights of each feature in ctx.features, by the rows before the update."""
     found: dict[str, Tensor] = {}
     for each, matrix in received:
@@ -144,19 +148,17 @@ def _weight_grads(ctx: Any, received: list[tuple[GroupCall, np.ndarray]]) -> lis
         if not any(name in ctx.features for name in slots):
             continue
         assert each.call is not None
-        out = np.empty(each.lookups.rows.size, np.float32)
-        scaled = each.group.driver.scale_mean(each.lookups, matrix)
-        each.group.driver.weight_grad(each.group.weight, each.call.slots, each.lookups, scaled, out)
+        out = each.group.records.weight_grad(each.call, matrix)
         starts = each.lookups.feature_starts
         for f, name in enumerate(slots):
-            found[name] = torch.from_numpy(out[starts[f] : starts[f + 1]])
+            found[name] = out[starts[f] : starts[f + 1]]
     return [found[name] for name in ctx.features]
 
 
-def _unscaled(module: Any, received: list[tuple[GroupCall, np.ndarray]]) -> list[tuple[GroupCall, np.ndarray]]:
+def _unscaled(module: Any, received: list[tuple[GroupCall, Tensor]]) -> list[tuple[GroupCall, Tensor]]:
     """Divide by the module's GradScaler's scale, as `scaler.unscale_` does for torch's optimizers."""
     scaler = module.grad_scaler
     if scaler is None or not scaler.is_enabled():
         return received
-    inverse = np.float32(1.0 / scaler.get_scale())
+    inverse = 1.0 / scaler.get_scale()  # a power of two
     return [(each, matrix * inverse) for each, matrix in received]

@@ -205,7 +205,7 @@ class _OneTable(CachedModule):
 def _rebuild(kind: type, settings: dict[str, Any], weight: np.ndarray, state: np.ndarray, flags: dict[str, Any]) -> Any:
     module = kind(**settings)
     module.groups[0].set_table(module._keys["weight"], weight, state)
-    module.groups[0].table_steps[0] = flags["steps"]
+    module.groups[0].set_table_steps(0, flags["steps"])
     module.optimizer.param_groups[0]["lr"] = flags["lr"]
     module.anchor.requires_grad_(flags["requires_grad"])
     module.train(flags["training"])

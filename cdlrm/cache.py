@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .driver.base import Driver
+from .driver.base import Records
 from .plan import Plan
-from .store import Store
 
+PIECE_ROWS = 1 << 20  # moved at once where all are
 WAIT_SECONDS = 1.0  # bound of every wait; a loop around it re-checks
 
 
@@ -35,18 +35,16 @@ class Moves:
 
 
 class Cache:
-    """`rows` slots of records of one group on one device, in front of `store`.
+    """`rows` slots of records of one group on one device, in front of a store.
 
-    `weight` float32 [C + X, D], `state` float32 [C + X, S]: C planned slots, then X lent places.
-    `slot_row` int64 [C + X] (-1: empty) and `dirty` uint8 [C + X] describe them.
+    `records`: C planned slots, then X lent places; `slot_row` int64 [C + X] (-1: empty) and `dirty`
+    uint8 [C + X] describe them.
     """
 
-    def __init__(self, rows: int, store: Store, driver: Driver) -> None:
-        self.store, self.driver = store, driver
+    def __init__(self, rows: int, records: Records) -> None:
+        self.records = records
         self.rows = 0
         self.moves = Moves()
-        self.weight = driver.empty((0, store.dim), np.float32)
-        self.state = driver.empty((0, store.state_width), np.float32)
         self.slot_row = np.empty(0, np.int64)
         self.dirty = np.empty(0, np.uint8)
         self.lent = 0
@@ -55,7 +53,8 @@ class Cache:
         self._gate = threading.Condition(self._lock)
         self._pauses = 0
         self._busy = False
-        self._resize(rows, 0)
+        if rows:
+            self._resize(rows, 0)
 
     # --- the transfer thread ---
 
@@ -82,22 +81,23 @@ class Cache:
         if plan.cache_rows > self.rows:
             self._resize(plan.cache_rows, self.lent)
             self.moves.grows += 1
-        slots = plan.evict_slots
-        if slots.size:
-            dirty = self.dirty[slots] != 0
-            self._write(plan.evict_rows[dirty], slots[dirty])
-            plan.written = int(dirty.sum())
-            self.slot_row[slots] = -1
+        dirty = self.dirty[plan.evict_slots] != 0
+        rows, slots = plan.evict_rows[dirty], plan.evict_slots[dirty]
+        self.records.begin(plan, rows, slots)
+        self._write(rows, slots, plan)
+        plan.written = int(rows.size)
+        self.slot_row[plan.evict_slots] = -1
         if plan.fill_slots.size:
-            plan.copied = self.store.read(plan.fill_rows, self.weight, self.state, plan.fill_slots)
+            plan.copied = self.records.read(plan.fill_rows, plan.fill_slots, plan)
             self.slot_row[plan.fill_slots] = plan.fill_rows
+        self.records.executed(plan)
 
-    def _write(self, rows: np.ndarray, slots: np.ndarray) -> None:
+    def _write(self, rows: np.ndarray, slots: np.ndarray, plan: Plan | None = None) -> None:
         if rows.size:
-            self.store.write(rows, self.weight, self.state, slots)
+            self.records.write(rows, slots, plan)
             self.dirty[slots] = 0
             self.moves.rows_written += int(rows.size)
-            self.moves.bytes_written += int(rows.size) * self.store.record_bytes
+            self.moves.bytes_written += int(rows.size) * self.records.store.record_bytes
 
     # --- the trainer's thread ---
 
@@ -135,7 +135,7 @@ class Cache:
         if first + rows.size > self.slot_row.size:
             self._resize(self.rows, max(self.lent + int(rows.size), 2 * self.lent))
         slots = np.arange(first, first + rows.size, dtype=np.int32)
-        self.store.read(rows, self.weight, self.state, slots)
+        self.records.read(rows, slots)
         self.slot_row[slots] = rows
         self.lent += int(rows.size)
         return slots
@@ -167,7 +167,7 @@ class Cache:
     def refresh(self) -> None:
         """Read every cached record again, after the store was changed from outside.  Paused only."""
         slots = np.flatnonzero(self.slot_row >= 0).astype(np.int32)
-        self.store.read(self.slot_row[slots], self.weight, self.state, slots)
+        self.records.read(self.slot_row[slots], slots)
         self.dirty[slots] = 0
 
     def planned_rows(self) -> np.ndarray:
@@ -182,16 +182,20 @@ class Cache:
     def _resize(self, rows: int, places: int) -> None:
         """`rows` planned slots and `places` places to lend; contents are kept."""
         size = rows + places
-        weight = self.driver.empty((size, self.store.dim), np.float32)
-        state = self.driver.empty((size, self.store.state_width), np.float32)
         slot_row, dirty = np.full(size, -1, np.int64), np.zeros(size, np.uint8)
         spans = ((0, 0, self.rows), (rows, self.rows, self.lent))
         for to, start, count in spans:
-            pairs = ((weight, self.weight), (state, self.state), (slot_row, self.slot_row), (dirty, self.dirty))
-            for new, old in pairs:
+            for new, old in ((slot_row, self.slot_row), (dirty, self.dirty)):
                 new[to : to + count] = old[start : start + count]
-        self.weight, self.state, self.slot_row, self.dirty = weight, state, slot_row, dirty
-        self.rows = rows
+        self.records.resize(size, spans)
+        self.slot_row, self.dirty, self.rows = slot_row, dirty, rows
+
+    def fill_all(self) -> None:
+        """Every row to its own place, slot = row.  Before anything else only."""
+        for lo in range(0, self.rows, PIECE_ROWS):
+            rows = np.arange(lo, min(lo + PIECE_ROWS, self.rows), dtype=np.int64)
+            self.records.read(rows, rows.astype(np.int32))
+            self.slot_row[rows] = rows
 
     def check(self) -> None:
         """Raise AssertionError naming a broken rule (for tests; paused or idle)."""

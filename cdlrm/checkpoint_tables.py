@@ -217,7 +217,7 @@ def restore_table(parts: Parts, saved: SavedTable, group: Group, number: int) ->
     bits = getattr(group.store, "trained", None) if same else None
     for lo, hi in saved.pieces:
         _restore_piece(parts, saved, group, base, bits, lo, hi)
-    group.table_steps[number] = saved.steps
+    group.set_table_steps(number, saved.steps)
 
 
 def _restore_piece(

@@ -51,8 +51,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.groups:
-            if group.deferred:
-                group.step_now(_scale)
+            if group.deferred is not None:
+                group.deferred.step_now(_scale)
             else:
                 group.settle(force=True)
         return loss
@@ -60,8 +60,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that wait for `step` (`update="step"`); else they are used up by the backward pass."""
         for group in self.groups:
-            if group.deferred:
-                group.forget_gradients()
+            if group.deferred is not None:
+                group.deferred.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -4,31 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .driver.base import Driver, Segments
+from .driver.base import Verdict
 from .errors import UsageError
-from .optim import SGD
-from .step import Call, merge
-
-
-def squared_norm(driver: Driver, calls: list[Call], dim: int) -> float:
-    """Sum of squares of the summed gradients of all rows of `calls`, in float64.
-
-    The sums are made by the update kernel itself: one step of SGD with lr -1 on rows of zeros.
-    """
-    calls = [call for call in calls if call.grad is not None]
-    if not calls:
-        return 0.0
-    rows, inverse = np.unique(np.concatenate([call.lookups.rows for call in calls]), return_inverse=True)
-    segments: Segments = driver.build_segments(inverse.astype(np.int32), driver.new_stamps(len(rows)))
-    lookup_row, grad, weights = merge(calls)
-    sums = np.zeros((len(rows), dim), np.float32)
-    driver.update(SGD(lr=0.0), -1.0, sums, np.empty((len(rows), 0), np.float32), segments, lookup_row, grad, weights)
-    return float(np.einsum("ij,ij->", sums, sums, dtype=np.float64))
-
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _APPLIED = (
@@ -72,9 +52,11 @@ def _among(args: Any, kind: type) -> list[Any]:
     return [item for item in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(item, kind)]
 
 
-def applied_gradient(finite: bool, scaler_known: bool, of_optimizer: bool = False) -> AppliedGradient:
-    """For an anchor, or (`of_optimizer`) for the parameters of a FusedOptimizer."""
-    out = torch.Tensor._make_subclass(AppliedGradient, torch.full((), 0.0 if finite else float("inf")))
+def applied_gradient(verdict: Verdict | None, scaler_known: bool, like: Tensor, of_optimizer: bool = False) -> Tensor:
+    """For an anchor, or (`of_optimizer`) for the parameters of a FusedOptimizer.  `verdict`: whether the gradients
+    were finite, None: a GradScaler need not know."""
+    value = torch.zeros_like(like, requires_grad=False) if verdict is None else verdict.stand_in().to(like.device)
+    out = torch.Tensor._make_subclass(AppliedGradient, value)
     out.scaler_known = scaler_known
     if of_optimizer:
         out.sentence = _NO_ROWS
@@ -119,7 +101,8 @@ def _not_passed_on(name: str) -> bool:
     return in_place and name not in _SCALING
 
 
-def waiting_gradient(norm: float, unscaled: bool) -> WaitingGradient:
-    out = torch.Tensor._make_subclass(WaitingGradient, torch.tensor(norm))
+def waiting_gradient(norm: float, unscaled: bool, like: Tensor) -> WaitingGradient:
+    """For an anchor; `norm` of the row gradients that wait."""
+    out = torch.Tensor._make_subclass(WaitingGradient, torch.tensor(norm, device=like.device))
     out.unscaled = unscaled
     return out

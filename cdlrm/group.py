@@ -18,23 +18,24 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .cache import Cache
 from .counts import Counts, Ended, ended
-from .driver.base import Driver, Segments
+from .deferred import Deferred
+from .driver.base import Driver, Segments, Update, Verdict
 from .errors import CacheTooSmallError, UsageError
 from .gradient import applied_gradient
 from .loans import Loans
 from .lookups import FeatureSlot, Lookups
-from .optim import Adam, Optimizer
+from .optim import Optimizer
 from .plan import MinCounter, Plan, Planner
 from .plan.kernels import tables_of
 from .plan.resident import ResidentPlanner
-from .step import Call, Step, merge
+from .step import Call, Step
 from .store import RamStore, Store
 from .table import Table
 
@@ -46,7 +47,8 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 class Group:
     """`tables` with `optimizer`; their records live in `store`, `cache_rows` of them on the device.
 
-    `resident`: every row is on the device, slot = row, and nothing moves.
+    `resident`: every row is on the device, slot = row, and nothing moves (`in_place`: the device is where
+    the store keeps them).
     """
 
     def __init__(
@@ -68,24 +70,32 @@ class Group:
         self.bases = np.concatenate([[0], np.cumsum([t.num_embeddings for t in tables])]).astype(np.int64)
         self.num_rows = int(self.bases[-1])
         self.resident = resident
-        self.deferred = deferred  # updates wait for `step_now` (the optimizer's step), over any number of batches
-        self.accumulated: list[Call] = []  # calls of ended batches whose gradients wait for it
+        self.in_place = resident and driver.in_place and isinstance(store, RamStore)
+        self.deferred = Deferred(self) if deferred else None  # updates wait for the optimizer's step
         self.hyper: dict[str, Any] = {"lr": optimizer.lr}  # a param_group of torch: `lr` may change
-        self.table_steps = np.array(store.saved.get("table_steps", [0] * len(tables)), np.int64)
         self.counts = Counts(
             distinct_by_table=np.zeros(len(tables), np.int64), fills_by_table=np.zeros(len(tables), np.int64)
         )
         self.planner: Planner | ResidentPlanner
-        if resident:
+        self.minimum: MinCounter | None = None
+        if self.in_place:
             assert isinstance(store, RamStore)
             store.make_resident()
-            self.planner = ResidentPlanner(self.num_rows, driver)
-            self.cache = Cache(0, self.store, driver)
-            self.minimum: MinCounter | None = None
+            self.records = driver.records(store, self.bases, optimizer, in_place=True)
+            self.planner, self.cache = ResidentPlanner(self.num_rows, driver), Cache(0, self.records)
         else:
-            self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
-            self.cache = Cache(self.planner.cache_rows, self.store, driver)
-            self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+            self.records = driver.records(store, self.bases, optimizer)
+            if resident:
+                self.planner = ResidentPlanner(self.num_rows, driver)
+            else:
+                self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
+            self.cache = Cache(self.planner.cache_rows, self.records)
+            if resident:
+                self.cache.fill_all()
+            else:
+                self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        if "table_steps" in store.saved:
+            self.records.set_table_steps(np.array(store.saved["table_steps"], np.int64))
         self.scaler_known = False  # the module of the newest gradient was given its GradScaler
         self.updates = 0
         self.closed = False
@@ -94,6 +104,8 @@ class Group:
         self.step: Step | None = None
         self.completed = -1  # newest batch that ended
         self.pending: deque[Plan] = deque()
+        self._announced: deque[list[Lookups]] = deque()  # calls of the batches that are scanned, but not planned
+        self._undecided: list[Verdict] = []  # of updates that the device may have skipped
         self.ended: deque[Ended] = deque()  # batches that are not counted yet
         self.share = share  # of the module's cache_rows
         self._counting = threading.Lock()
@@ -102,16 +114,6 @@ class Group:
         self.loans = Loans(self.cache, self.planner, self.pending, self._planning)
         self._stamps: np.ndarray | None = None
         self._told_unannounced = False
-
-    # --- the device's arrays ---
-
-    @property
-    def weight(self) -> np.ndarray:
-        return self.store.weight if isinstance(self.store, RamStore) and self.resident else self.cache.weight
-
-    @property
-    def state(self) -> np.ndarray:
-        return self.store.state if isinstance(self.store, RamStore) and self.resident else self.cache.state
 
     @property
     def lr(self) -> float:
@@ -127,6 +129,7 @@ class Group:
         if self.resident or self.planner.prefetch_depth == depth:
             return
         self.planner.prefetch_depth = depth
+        self.records.set_depth(depth)
         fresh = MinCounter(self.num_rows, self.cache.rows, 0, depth)
         if self.minimum is not None:
             fresh.continue_from(self.minimum)
@@ -138,6 +141,7 @@ class Group:
         started = time.perf_counter()
         with self._planning:
             batch = self.planner.scan(rows, cuts)
+            self._announced.append(list(calls))
         self.counts.seconds_plan += time.perf_counter() - started
         return batch
 
@@ -180,6 +184,7 @@ class Group:
                 plan = self.planner.plan(hold)
             except CacheTooSmallError as error:
                 raise CacheTooSmallError(self._too_small(error)) from None
+            plan.calls = self._announced.popleft()
             self.pending.append(plan)
         self._tell_growth(plan)
         return plan
@@ -202,7 +207,7 @@ class Group:
         if plan.wait_for > self.completed:
             return False
         started = time.perf_counter()
-        if self.resident:
+        if self.in_place:
             self._no_more_pending()
         elif not self.cache.try_execute(plan, self._no_more_pending):
             return False
@@ -224,28 +229,38 @@ class Group:
         step, self.step = self.step, None
         if step is not None:
             try:
-                if self.deferred:
-                    self.accumulated += step.take()
+                if self.deferred is not None:
+                    self.deferred.earlier += step.take()
                 else:
                     self._apply(step)
             finally:
                 step.ended = True
                 self.counts.steps += 1
+                for plan in step.plans:
+                    self.records.batch_ended(plan)
                 if step.plan is not None:
                     self.completed = step.plan.batch
                     if not step.counted:
                         self.ended.append(ended(step.plan))
                 self.loans.release()
+            self._decide()
+
+    def _decide(self) -> None:
+        """Count the updates that the device skipped, once it has told."""
+        self.driver.poll()
+        waiting = [verdict for verdict in self._undecided if verdict.known is None]
+        self.counts.skipped_steps += sum(verdict.known is False for verdict in self._undecided)
+        self._undecided = waiting
 
     def settle(self, force: bool = False) -> None:
         """Apply gradients that wait for calls which died (`force`: for any call)."""
-        if not self.deferred and self.step is not None and self.step.graded and (force or not self.step.waiting()):
+        if self.deferred is None and self.step is not None and self.step.graded and (force or not self.step.waiting()):
             self._apply(self.step)
 
     def settle_for_reading(self) -> None:
         """Apply what has come, since rows are read now.  An output that is merely kept alive must not hide
         the update; a backward through it would make a second one, so it is refused from now on."""
-        if not self.deferred and self.step is not None and self.step.graded:
+        if self.deferred is None and self.step is not None and self.step.graded:
             self.step.seal()
             self._apply(self.step)
 
@@ -257,6 +272,8 @@ class Group:
                 self.cache.grow(0 if self.resident else self.planner.cache_rows)
                 self.planner.reset(self.cache.planned_rows())
                 self.pending.clear()
+                self._announced.clear()
+            self.records.forget_plans()
             self.completed = self.planner.scanned - 1
 
     def training_slots(self, lookups: Lookups) -> Call:
@@ -290,6 +307,7 @@ class Group:
             self.announce([lookups])
             plan = self._plan(hold)
             plan.wait_for = -1  # this thread is the trainer
+            self.records.fence()
             if not self.try_execute(plan):
                 raise UsageError("a forward call came while the cache is paused by another thread.")
             self.ended.append(ended(plan))  # counted now: a step on demand may have several plans
@@ -302,123 +320,71 @@ class Group:
             step = self.step = Step(plan.batch, plan, [lookups], counted=True)
             return step.open_call(lookups, plan.slots, 0)
         step.batches += 1
-        step.plan = plan
+        step.go_on(plan)
         return step.open_call(lookups, plan.slots, -1)
 
-    def receive(
-        self, call: Call, grad: np.ndarray, weights: np.ndarray | None, finite: bool = True, learns: bool = True
-    ) -> None:
-        """The gradient of a call's output, float32 [R, D] with mean bags divided already.
+    def receive(self, call: Call, verdict: Verdict, learns: bool = True) -> None:
+        """The gradient of a call's output came (`Records.take_gradient`), and whether it is finite.
 
         `learns=False`: the rows are frozen, only the per-sample weights learn.
         """
         step = call.step
-        step.receive(call, grad, weights, learns)
-        step.skip = step.skip or not finite
+        step.receive(call, verdict, learns)
         self.tell_scaler()
-        if not self.deferred and not step.waiting():
+        if self.deferred is None and not step.waiting():
             self._apply(step)
-
-    def waiting_calls(self) -> list[Call]:
-        """Deferred: the calls whose gradients wait for the optimizer's step, in order."""
-        return self.accumulated + ([] if self.step is None else sorted(self.step.graded, key=lambda c: c.number))
-
-    def forget_gradients(self) -> None:
-        """Deferred: drop the gradients that wait for the optimizer's step."""
-        self.rescale_gradients(lambda call: None)
-
-    def rescale_gradients(self, scales: Callable[[Call], float | None]) -> None:
-        """Deferred: each waiting call's gradient times its scale (None: dropped)."""
-        calls, dropped = self.waiting_calls(), False
-        for call in calls:
-            scale = scales(call)
-            if scale is None:
-                call.grad, dropped = None, True
-            elif scale != 1.0 and call.grad is not None:
-                call.grad = call.grad * np.float32(scale)
-        if not dropped:
-            return
-        self.counts.skipped_steps += any(call.step.skip for call in calls)  # a GradScaler did not call `step`
-        for call in calls:
-            call.step.skip = False
-        self.accumulated = [call for call in self.accumulated if call.grad is not None]
-        if self.step is not None:
-            self.step.graded = [call for call in self.step.graded if call.grad is not None]
-
-    def step_now(self, scales: Callable[[Call], float | None]) -> None:
-        """Deferred: one update with all gradients since the last; each call's times its scale (None: dropped)."""
-        if any(call.step.skip for call in self.waiting_calls()):
-            self.forget_gradients()
-            return
-        self.rescale_gradients(scales)
-        earlier, self.accumulated = self.accumulated, []
-        step = self.step
-        calls = earlier + ([] if step is None else step.take())
-        if not calls:
-            return
-        segments = None if earlier or step is None else step.planned_segments(calls)
-        held = self.loans.holding
-        try:
-            if earlier:  # rows of ended batches may be anywhere
-                slots = self.loans.for_training(np.concatenate([call.lookups.rows for call in calls]))
-                segments = self.driver.build_segments(slots, self._scratch())
-            self._update(calls, segments)
-        finally:
-            if not held:
-                self.loans.release()
 
     def tell_scaler(self) -> None:
         """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
-        skip = (self.step is not None and self.step.skip) or any(call.step.skip for call in self.waiting_calls())
+        steps = [] if self.step is None else [self.step]
+        if self.deferred is not None:
+            steps += [call.step for call in self.deferred.calls()]
+        verdicts = [verdict for step in steps for verdict in step.verdicts]
+        worst = next((v for v in verdicts if v.known is False), verdicts[-1] if verdicts else None)
         for parameter in self.hyper.get("params", ()):
-            parameter.grad = applied_gradient(not skip, self.scaler_known, of_optimizer=True)
+            parameter.grad = applied_gradient(worst, self.scaler_known, parameter, of_optimizer=True)
 
     def _apply(self, step: Step) -> None:
         """One update with all gradients that have come."""
         calls = step.take()
         if not calls:
             return
-        if step.skip:
-            step.skip = False
+        if step.known_skip():
+            step.verdicts.clear()
             self.counts.skipped_steps += 1
             return
-        self._update(calls, step.planned_segments(calls))
+        verdicts, step.verdicts = step.verdicts, []
+        self._undecided += [verdict for verdict in verdicts if verdict.known is None][-1:]  # one step
+        self.update(calls, step.plan_of(calls), verdicts=verdicts)
 
-    def _update(self, calls: list[Call], segments: Segments | None) -> None:
-        """The optimizer's formula on every row of `calls`, in place."""
+    def update(
+        self, calls: list[Call], plan: Plan | None, slots: np.ndarray | None = None, verdicts: Sequence[Verdict] = ()
+    ) -> None:
+        """The optimizer's formula on every row of `calls`, in place.
+
+        `plan`: the plan of exactly these calls; otherwise the rows are at `slots` (None: where the calls say).
+        """
         started = time.perf_counter()
-        lookup_row, grad, weights = merge(calls)
-        if segments is None:
-            slots = calls[0].slots if len(calls) == 1 else np.concatenate([call.slots for call in calls])
-            segments = self.driver.build_segments(slots, self._scratch())
-        step_sizes = None
-        if isinstance(self.optimizer, Adam):
-            self.table_steps[self._tables_of(calls)] += 1
-            sizes = [self.optimizer.step_size(self.lr, max(int(t), 1)) for t in self.table_steps]
-            step_sizes = np.array(sizes, np.float32)
-            rows = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
-            segments.seg_table = np.empty(rows.size, np.int32)
-            tables_of(rows, self.bases, segments.seg_table, np.zeros(len(self.tables), np.int64))
+        if plan is not None:
+            segments = Segments(plan.seg_slot, plan.seg_start, plan.seg_lookup, plan.seg_row)
+        else:
+            if slots is None:
+                slots = calls[0].slots if len(calls) == 1 else np.concatenate([call.slots for call in calls])
+            segments = self.driver.host.build_segments(slots, self._scratch())
+            segments.seg_row = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
         self.updates += 1
-        self.driver.update(
-            self.optimizer, self.lr, self.weight, self.state, segments, lookup_row, grad, weights, step_sizes
-        )
-        if self.resident:
+        self.records.update(Update(self.optimizer, self.lr, calls, segments, plan, list(verdicts)))
+        if self.in_place:
             assert isinstance(self.store, RamStore)
             self.store.mark(segments.seg_slot)
         else:
             self.cache.mark_dirty(segments.seg_slot)
         self.counts.seconds_update += time.perf_counter() - started
 
-    def _tables_of(self, calls: Sequence[Call]) -> np.ndarray:
-        """Numbers (in the group) of the tables that the calls use, also where all bags are empty."""
-        bases = np.concatenate([call.lookups.bases for call in calls])
-        return np.unique(np.searchsorted(self.bases, bases, side="right") - 1)
-
     def _scratch(self) -> np.ndarray:
-        slots = self.num_rows if self.resident else int(self.cache.slot_row.size)
+        slots = self.num_rows if self.in_place else int(self.cache.slot_row.size)
         if self._stamps is None or self._stamps.size < slots + 1:
-            self._stamps = self.driver.new_stamps(slots)
+            self._stamps = self.driver.host.new_stamps(slots)
         return self._stamps
 
     # --- whole tables ---
@@ -426,10 +392,10 @@ class Group:
     def flush(self) -> None:
         """Bring every record home: afterwards the store holds the newest values."""
         self.settle_for_reading()
-        if not self.resident:
+        if not self.in_place:
             with self.cache.pause():
                 self.cache.flush()
-                self.store.remember("table_steps", self.table_steps.tolist())
+                self.store.remember("table_steps", self.records.table_steps.tolist())
                 self.store.flush()
 
     def table_values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -445,7 +411,7 @@ class Group:
         self.flush()
         with self.cache.pause():
             self.store.put(lo, weight, state)
-            if not self.resident:
+            if not self.in_place:
                 self.cache.refresh()
 
     def set_rows(self, lo: int, weight: np.ndarray) -> None:
@@ -453,8 +419,19 @@ class Group:
         self.flush()
         with self.cache.pause():
             self.store.put(lo, weight, None)
-            if not self.resident:
+            if not self.in_place:
                 self.cache.refresh()
+
+    @property
+    def table_steps(self) -> np.ndarray:
+        """int64 [tables]: updates of each table so far, for optimizers that count them."""
+        return self.records.table_steps
+
+    def set_table_steps(self, number: int, steps: int) -> None:
+        """Replace the step count of table `number` of the group."""
+        every = self.records.table_steps
+        every[number] = steps
+        self.records.set_table_steps(every)
 
     def span(self, name: str) -> tuple[int, int]:
         """Group rows [lo, hi) of a table."""
@@ -489,6 +466,7 @@ class Group:
         self.abandon()
         self.flush()
         self.closed = True
+        self.records.close()
         self.store.close()
         self.driver.close()
 

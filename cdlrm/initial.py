@@ -146,6 +146,21 @@ class Initializer:
                 end = min(begin + _BLOCK_ROWS, last)
                 out[begin - lo : end - lo] = self._call(t, np.arange(begin - base, end - base, dtype=np.int64))
 
+    def for_device(self) -> dict[str, np.ndarray]:
+        """What a device's fill kernel needs (cuda/fill.cu): bases int64 [T+1]; kinds int32 [T], 0 uniform, 1 normal,
+        -1 a callable that only the host can ask; numbers int32 [T], keys uint32 [2 T], scales float32 [T]."""
+        from .normal import Normal
+
+        kinds = [0 if init is None else 1 if isinstance(init, Normal) else -1 for init in self._inits]
+        low, high = (int(part) for part in self._key)
+        numbers, keys = self._tables.copy(), []
+        for t, init in enumerate(self._inits):
+            seed = init.seed if isinstance(init, Normal) else (high << 32) | low
+            keys += [seed & 0xFFFFFFFF, seed >> 32]
+            numbers[t] = init.table if isinstance(init, Normal) else numbers[t]
+        return {"bases": self._bases, "kinds": np.array(kinds, np.int32), "numbers": numbers.astype(np.int32),
+                "keys": np.array(keys, np.uint32), "scales": self._scales}  # fmt: skip
+
     def _call(self, t: int, rows: np.ndarray) -> np.ndarray:
         """Values of rows of table t by the user's callable, checked."""
         init = self._inits[t]

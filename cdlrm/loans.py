@@ -67,6 +67,7 @@ class Loans:
         if self.holding:
             self.holding = False
             try:
+                self.cache.records.fence()
                 self.cache.give_back()
             finally:
                 self.cache.let_go()

@@ -54,6 +54,7 @@ class Lookups:
     weights         float32 [L] or None: per-sample weights (1.0 for features that have none).
     feature_starts  int64 [F+1]: feature f has the lookups [feature_starts[f], feature_starts[f+1]).
     bases           int64 [F]: first group row of the table of each feature.
+    columns         int32 [F]: column of the output that each feature writes.
 
     `out_row` and `lookup_row` may be shared between calls of the same shape: read only.
     """
@@ -68,6 +69,7 @@ class Lookups:
     weights: np.ndarray | None
     feature_starts: np.ndarray
     bases: np.ndarray
+    columns: np.ndarray
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +130,8 @@ def flatten(
         _repeat_rows(starts, out_row, lookup_row)
     weights = _weights(slots, parts, feature_starts)
     bases = np.array([slot.base for slot in slots], np.int64)
-    return Lookups(rows, starts, out_row, lookup_row, mean, size, width, weights, feature_starts, bases)
+    columns = np.array([slot.column for slot in slots], np.int32)
+    return Lookups(rows, starts, out_row, lookup_row, mean, size, width, weights, feature_starts, bases, columns)
 
 
 # --- what a feature's entry may look like ---------------------------------------------------------

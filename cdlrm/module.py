@@ -26,14 +26,16 @@ from torch import Tensor, nn
 from .accumulation import watch
 from .ahead import Lookahead, lookahead
 from .autograd import GroupCall, pooled_lookup
+from .driver.base import Verdict
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
-from .gradient import applied_gradient, squared_norm, waiting_gradient
+from .gradient import applied_gradient, waiting_gradient
 from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten
 from .placement import available_bytes
 from .reference import TableReference
 from .stats import group_stats, total
+from .step import Call
 from .store import FileStore
 
 log = logging.getLogger("cdlrm")
@@ -58,6 +60,7 @@ class CachedModule(nn.Module):
         self.nonfinite = nonfinite
         self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
         self.notes: list[str] = []  # what was chosen automatically, and why
+        self.output_dtype = torch.float32
         self.grad_scaler: Any = None
         self.updates_known: int | None = None  # see `accumulation.py`
         self.told_accumulation = False
@@ -71,6 +74,8 @@ class CachedModule(nn.Module):
         optimizer: FusedOptimizer,
     ) -> None:  # fmt: skip
         self.groups = list(slots)
+        self.anchor.data = self.anchor.data.to(self.groups[0].driver.device)
+        self.notes += self.groups[0].driver.notes()
         watch(self)
         self._slots, self._widths, self._keys, self.optimizer = slots, widths, keys, optimizer
 
@@ -102,33 +107,35 @@ class CachedModule(nn.Module):
 
     # --- updates that wait for the optimizer's step ---
 
-    def gradients_came(self, finite: bool) -> None:
+    def gradients_came(self, verdict: Verdict) -> None:
         """A backward pass is through.  With `update="step"` the anchor's gradient becomes the norm of this
         module's row gradients, so that what is done to it (torch's clip_grad_norm_, a GradScaler) counts
         for the rows too; with updates in the backward pass it is `AppliedGradient`."""
         known = self.grad_scaler is not None
-        if not self.groups[0].deferred:
-            self.anchor.grad = applied_gradient(finite or not known, known)
+        if self.groups[0].deferred is None:
+            self.anchor.grad = applied_gradient(verdict if known else None, known, self.anchor)
             return
         squares = 0.0
         for group in self.groups:
-            squares += squared_norm(group.driver, [c for c in group.waiting_calls() if c.owner is self], group.dim)
+            calls = [call for call in self._waiting(group) if call.owner is self and call.grad is not None]
+            squares += group.driver.sum_of_squares(calls, group.dim) if calls else 0.0
         self._norm = math.sqrt(squares)
-        self.anchor.grad = waiting_gradient(self._norm, known and self.grad_scaler.is_enabled())
+        self.anchor.grad = waiting_gradient(self._norm, known and self.grad_scaler.is_enabled(), self.anchor)
+
+    def _waiting(self, group: Group) -> list[Call]:
+        return [] if group.deferred is None else group.deferred.calls()
 
     def updates_made(self) -> int:
         """Updates in the backward pass so far (0 with `update="step"`)."""
-        return max(0 if group.deferred else group.updates for group in self.groups)
+        return max(group.updates if group.deferred is None else 0 for group in self.groups)
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's
         gradient since they came (clipped, zeroed) is done to them, and not to the new ones."""
-        if not self.groups[0].deferred:
-            return
-        scale = self.gradient_scale()
+        scale = 1.0 if self.groups[0].deferred is None else self.gradient_scale()
         for group in self.groups:
-            if scale != 1.0:
-                group.rescale_gradients(lambda call: scale if call.owner is self else 1.0)
+            if group.deferred is not None and scale != 1.0:
+                group.deferred.rescale(lambda call: scale if call.owner is self else 1.0)
 
     def gradient_scale(self) -> float | None:
         """By what the gradients of this module were scaled since they came; None: they were dropped."""
@@ -251,13 +258,14 @@ class CachedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CachedModule:
         """`.to()`, `.half()`, `.cuda()`, …: what changes nothing is done, the rest refused with the reason."""
-        before = torch.zeros(1)
+        home = self.groups[0].driver.device
+        before = torch.zeros(1, device=home)
+        advice = "make the module with device=, and move the other parts of the model with .to()"
         try:
             probe = fn(before)
         except (AssertionError, RuntimeError) as error:  # no such device in this torch
             raise UsageError(
-                f"{type(self).__name__} runs on the CPU in this version and cannot move elsewhere ({error}); move the "
-                f"other parts of the model, and its output."
+                f"{type(self).__name__} lives on {home} and cannot move elsewhere ({error}); {advice}."
             ) from error
         if before.is_shared():
             self.share_memory()
@@ -266,11 +274,8 @@ class CachedModule(nn.Module):
                 f"{type(self).__name__} keeps and trains its rows in float32 and cannot become {probe.dtype}; use "
                 f"torch.autocast for lower precision, or convert the other parts of the model only."
             )
-        if probe.device.type != "cpu":
-            raise UsageError(
-                f"{type(self).__name__} runs on the CPU in this version and cannot move to {probe.device}; move the "
-                f"other parts of the model, and its output."
-            )
+        if probe.device != before.device:
+            raise UsageError(f"{type(self).__name__} lives on {home} and cannot move to {probe.device}; {advice}.")
         return self
 
     def share_memory(self) -> CachedModule:

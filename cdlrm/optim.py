@@ -136,7 +136,7 @@ class Adam(Optimizer):
     """Lazy Adam, as `torch.optim.SparseAdam` (Kingma & Ba 2015, section 2, on touched rows only).
 
     `m = m + (1-b1) * (g - m)`, `v = v + (1-b2) * (g*g - v)`,
-    `w = w - (step_size * m) / (sqrt(v) + eps)`, `step_size = lr * sqrt(1 - b2^t) / (1 - b1^t)`;
+    `w = w - (step_size * m) / (sqrt(v) + eps)`, `step_size = lr * (sqrt(1 - b2^t) / (1 - b1^t))`;
     `t` counts the steps of the row's *table* (also steps with empty bags only); `step_size` is
     computed in float64 and rounded once.  A row's state is `m` (dim values) then `v` (dim values).
     """
@@ -162,6 +162,6 @@ class Adam(Optimizer):
         return True
 
     def step_size(self, lr: float, step: int) -> float:
-        """`lr * sqrt(1 - b2^t) / (1 - b1^t)` in float64 for the `step`-th step (from 1)."""
+        """`lr * (sqrt(1 - b2^t) / (1 - b1^t))` in float64 for the `step`-th step (from 1)."""
         beta1, beta2 = self.betas
-        return lr * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+        return lr * (math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))

@@ -358,7 +358,9 @@ class Pipeline:
         stage, index, error = self.failure
         where = f"{stage}, batch {index}"
         if isinstance(error, CdlrmError):
-            raise type(error)(f"{where}: {error}") from error
+            told = type(error)(f"{where}: {error}")
+            told.__dict__.update(error.__dict__)
+            raise told from error
         raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:

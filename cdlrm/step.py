@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from .driver.base import Segments
+from .driver.base import Verdict
 from .errors import UsageError
 from .lookups import Lookups
 from .plan import Plan
@@ -28,8 +29,10 @@ class Call:
     slots: np.ndarray
     number: int  # order of the calls of the step
     announced: int  # which announced call this is; -1: none
-    grad: np.ndarray | None = None
+    grad: Tensor | None = None  # float32 [R, D] on the device
+    divided: bool = False  # whether the gradients of mean bags are divided by their length already
     weights: np.ndarray | None = None
+    plan: Plan | None = None  # whose slots these are
     owner: Any = None  # deferred updates: the module whose call it is
 
     def accept(self) -> None:
@@ -62,15 +65,24 @@ class Step:
     batches: int = 1  # planned batches that make up this step (on demand: one a forward call)
     counted: bool = False  # its plans are in the statistics already
     ended: bool = False
-    skip: bool = False  # a gradient was not finite: no update
+    verdicts: list[Verdict] = field(default_factory=list)  # whether the gradients that came were finite
     used: set[int] = field(default_factory=set)  # numbers of the calls whose gradient came
     graded: list[Call] = field(default_factory=list)
     sealed: int = 0  # calls before this number get no gradient any more
+    plans: list[Plan] = field(default_factory=list)  # all that were executed for this step
     _waiting: list[weakref.ref[Call]] = field(default_factory=list)
     _calls: int = 0
 
+    def __post_init__(self) -> None:
+        self.plans = [] if self.plan is None else [self.plan]
+
+    def go_on(self, plan: Plan) -> None:
+        """Another plan belongs to this step (on demand: one a forward call)."""
+        self.plan = plan
+        self.plans.append(plan)
+
     def open_call(self, lookups: Lookups, slots: np.ndarray, announced: int) -> Call:
-        call = Call(self, lookups, slots, self._calls, announced)
+        call = Call(self, lookups, slots, self._calls, announced, plan=self.plan if announced >= 0 else None)
         self._calls += 1
         self._waiting.append(weakref.ref(call))
         return call
@@ -80,10 +92,20 @@ class Step:
         self._waiting = [ref for ref in self._waiting if (call := ref()) is not None and call.number not in self.used]
         return bool(self._waiting)
 
-    def receive(self, call: Call, grad: np.ndarray, weights: np.ndarray | None, learns: bool) -> None:
+    @property
+    def skip(self) -> bool:
+        """Whether a gradient is not finite, so that there is no update; waits for a device that does not know yet."""
+        return not all(self.verdicts)
+
+    def known_skip(self) -> bool:
+        """Like `skip`, but what is not known yet counts as finite."""
+        return any(verdict.known is False for verdict in self.verdicts)
+
+    def receive(self, call: Call, verdict: Verdict, learns: bool) -> None:
         """A call's gradient came; it takes part in the update if its rows learn."""
-        call.grad, call.weights = grad, weights
         self.used.add(call.number)
+        if verdict not in self.verdicts:
+            self.verdicts.append(verdict)
         if learns:
             self.graded.append(call)
 
@@ -102,27 +124,8 @@ class Step:
         start = sum(int(lookups.rows.size) for lookups in self.announced[:i])
         return self.plan.slots[start : start + int(self.announced[i].rows.size)]
 
-    def planned_segments(self, calls: list[Call]) -> Segments | None:
-        """The plan's segments, if `calls` are exactly the announced ones."""
-        if self.plan is None or [call.announced for call in calls] != list(range(len(self.announced))):
+    def plan_of(self, calls: list[Call]) -> Plan | None:
+        """The plan, if it was made for exactly `calls`."""
+        if self.batches != 1 or [call.announced for call in calls] != list(range(len(self.announced))):
             return None
-        if self.batches != 1:
-            return None
-        return Segments(self.plan.seg_slot, self.plan.seg_start, self.plan.seg_lookup)
-
-
-def merge(calls: list[Call]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """One list of lookups of several calls: `lookup_row`, gradient matrix, per-sample weights."""
-    grads = [call.grad for call in calls if call.grad is not None]
-    if len(calls) == 1:
-        return calls[0].lookups.lookup_row, grads[0], calls[0].weights
-    base, rows = 0, []
-    for call, grad in zip(calls, grads, strict=True):
-        rows.append(call.lookups.lookup_row + np.int32(base))
-        base += grad.shape[0]
-    weights = None
-    if any(call.weights is not None for call in calls):
-        weights = np.concatenate(
-            [np.ones(c.lookups.rows.size, np.float32) if c.weights is None else c.weights for c in calls]
-        )
-    return np.concatenate(rows), np.concatenate(grads), weights
+        return self.plan

@@ -255,7 +255,7 @@ class Oracle:
         else:
             b1, b2 = opt.betas
             step = self.steps[t]
-            size = one(self.lr * math.sqrt(1.0 - b2**step) / (1.0 - b1**step))
+            size = one(self.lr * (math.sqrt(1.0 - b2**step) / (1.0 - b1**step)))
             m, v = state["exp_avg"][rows], state["exp_avg_sq"][rows]
             m = m + one(1.0 - b1) * (g - m)
             v = v + one(1.0 - b2) * (g * g - v)

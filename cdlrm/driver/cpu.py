@@ -11,16 +11,21 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import optim
 from ..lookups import Lookups
 from . import cpu_kernels as kernels
 from . import cpu_update
-from .base import Driver, Segments
+from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weights
+
+if TYPE_CHECKING:
+    from ..step import Call
+    from ..store import Store
 
 _ALIGNMENT = 64
 _SMALL_FLOATS = 1 << 16  # below this many values a second thread costs more than it saves
@@ -30,21 +35,73 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 _NO_INDEX = np.empty(0, np.int32)
 
 
+def stacked(calls: Sequence[Call]) -> np.ndarray:
+    """The gradient matrices of `calls` below each other, float32 [R, D]."""
+    grads = [call.grad.numpy() for call in calls if call.grad is not None]
+    return grads[0] if len(grads) == 1 else np.concatenate(grads)
+
+
 def _aligned(raw: np.ndarray, size: int) -> np.ndarray:
     """`size` bytes of `raw` from an address that is a multiple of 64."""
     skip = -raw.ctypes.data % _ALIGNMENT
     return raw[skip : skip + size]
 
 
+class Known(Verdict):
+    """A verdict of a device that answers at once."""
+
+    def __init__(self, finite: bool) -> None:
+        self.known = finite
+
+    def __bool__(self) -> bool:
+        return bool(self.known)
+
+    def stand_in(self) -> Tensor:
+        return torch.full((), 0.0 if self.known else float("inf"))
+
+
 class CpuDriver(Driver):
-    """Runs kernels on `threads` CPU threads (default: torch's number of threads)."""
+    """Runs kernels on `threads` CPU threads (default: torch's number of threads).
+
+    Besides the seam's methods it has the kernels on arrays, which `CpuRecords` and the stores use.
+    """
 
     name = "cpu"
+    device = torch.device("cpu")
+    in_place = True
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = max(1, threads or torch.get_num_threads())
+        self.host = self
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
+
+    # --- the seam ---
+
+    def records(
+        self, store: Store, bases: np.ndarray, optimizer: optim.Optimizer, *, in_place: bool = False
+    ) -> Records:
+        from .cpu_records import CpuRecords
+
+        return CpuRecords(self, store, bases, in_place)
+
+    def output(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        if dtype == torch.float32:
+            return torch.from_numpy(self.empty(shape, np.float32))
+        return torch.empty(shape, dtype=dtype)
+
+    def finite(self, grads: Sequence[Tensor], raising: bool, where: str) -> Verdict:
+        return Known(all(self.all_finite(grad.numpy()) for grad in grads))
+
+    def sum_of_squares(self, calls: Sequence[Call], dim: int) -> float:
+        """The sums are made by the update kernel itself: one step of SGD with lr -1 on rows of zeros."""
+        rows, inverse = np.unique(np.concatenate([call.lookups.rows for call in calls]), return_inverse=True)
+        segments = self.build_segments(inverse.astype(np.int32), self.new_stamps(len(rows)))
+        lookups = [call.lookups for call in calls]
+        weights = merged_weights([call.weights for call in calls], lookups)
+        sums, none = np.zeros((len(rows), dim), np.float32), np.empty((len(rows), 0), np.float32)
+        self.update(optim.SGD(lr=0.0), -1.0, sums, none, segments, merged_rows(lookups), stacked(calls), weights)
+        return float(np.einsum("ij,ij->", sums, sums, dtype=np.float64))
 
     # --- memory ---
 
@@ -57,8 +114,12 @@ class CpuDriver(Driver):
     def copy_rows(
         self, dst: np.ndarray, dst_index: np.ndarray | None, src: np.ndarray, src_index: np.ndarray | None
     ) -> None:
+        """dst[dst_index[k]] = src[src_index[k]] for all k (None: k itself); float32 [., D]; dst_index is unique."""
         if dst_index is None and src_index is None:
             dst[:] = src
+            return
+        if not (dst.flags.c_contiguous and src.flags.c_contiguous):  # views of padded records
+            dst[slice(None) if dst_index is None else dst_index] = src if src_index is None else src[src_index]
             return
         count = len(src_index) if dst_index is None else len(dst_index)  # type: ignore[arg-type]
         to, of = (_NO_INDEX if index is None else index for index in (dst_index, src_index))
@@ -72,6 +133,7 @@ class CpuDriver(Driver):
     def lookup(
         self, weight: np.ndarray, slots: np.ndarray, call: Lookups, weights: np.ndarray | None, out: np.ndarray
     ) -> None:
+        """`Records.lookup` on arrays: weight float32 [C, D], out float32 [R, D], weights float32 [L] or None."""
         scale = _NO_WEIGHTS if weights is None else weights
         weighted = weights is not None
         starts = call.starts
@@ -94,6 +156,7 @@ class CpuDriver(Driver):
     # --- backward ---
 
     def scale_mean(self, call: Lookups, grad: np.ndarray) -> np.ndarray:
+        """grad float32 [R, D] with mean bags divided by their length: a copy, or grad itself if nothing changes."""
         starts = call.starts
         if starts is None or not call.mean.any():
             return grad
@@ -105,6 +168,7 @@ class CpuDriver(Driver):
         return out
 
     def all_finite(self, array: np.ndarray) -> bool:
+        """Whether a float32 array (any shape, C order) has neither NaN nor infinity."""
         flat = array.reshape(-1)
         paired = flat.size // 2 * 2
         pairs = flat[:paired].view(np.int64)
@@ -118,6 +182,7 @@ class CpuDriver(Driver):
     def weight_grad(
         self, weight: np.ndarray, slots: np.ndarray, call: Lookups, grad: np.ndarray, out: np.ndarray
     ) -> None:
+        """out float32 [L] = lane sum of `grad[bag] * row` (grad as returned by scale_mean, rows before the update)."""
         self._run(
             self._even(len(slots), len(slots) * weight.shape[1]),
             lambda lo, hi: kernels.weight_grad(weight, slots, call.lookup_row, grad, out, lo, hi),
@@ -135,6 +200,12 @@ class CpuDriver(Driver):
         per_sample: np.ndarray | None = None,
         step_sizes: np.ndarray | None = None,
     ) -> None:
+        """Sum every distinct row's gradients and apply `optimizer` to it, in place.
+
+        weight float32 [C, D], state float32 [C, S], lookup_row int32 [L] (row of grad of each lookup), grad
+        float32 [R, D] (as returned by scale_mean), per_sample float32 [L] or None, step_sizes float32 [T] or None
+        (Adam: step size of each table, indexed by segments.seg_table).
+        """
         rows = (segments.seg_slot, segments.seg_start, segments.seg_lookup)
         weighted = per_sample is not None
         gradient = (lookup_row, grad, _NO_WEIGHTS if per_sample is None else per_sample, weighted)
@@ -171,13 +242,20 @@ class CpuDriver(Driver):
     # --- segments ---
 
     def new_stamps(self, slots: int) -> np.ndarray:
-        """int32 [slots + 1]: the last element is the base of the next batch's stamps."""
+        """Scratch for `build_segments` over `slots` places; keep one per cache.
+
+        int32 [slots + 1]: the last element is the base of the next batch's stamps."""
         stamps = self.empty(slots + 1, np.int32)
         stamps[:] = -1
         stamps[-1] = 0
         return stamps
 
     def build_segments(self, slots: np.ndarray, stamps: np.ndarray, cuts: Sequence[int] = ()) -> Segments:
+        """Group lookups by slot without a sort.  slots int32 (or int64) [L], all in [0, C), `stamps` of C or more.
+
+        cuts: ascending lookup numbers at which no slot on the left occurs on the right (starts of tables, from
+        `Lookups.feature_starts`): the work may be split there.  Rows come in order of first use.
+        """
         count = len(slots)
         base = int(stamps[-1])
         if base > _INT32_MAX - count - 1:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+
+from ..lookups import Lookups
 
 
 @dataclass(eq=False)
@@ -23,7 +26,8 @@ class Plan:
     `cache_rows` the slots after growth, `grows` whether this plan makes the cache larger; `window`
     how many later batches had been scanned; `short` whether that was fewer than the horizon although
     a victim was needed and more batches were to come.  `copied` fills came from the store (the others
-    were generated) and `written` evicts were dirty: known once the plan was executed.
+    were generated) and `written` evicts were dirty: known once the plan was executed.  `calls`: the lookups
+    of the batch's calls, in order; `staged`: the device's own, where the plan's arrays are on it.
     """
 
     batch: int
@@ -43,6 +47,8 @@ class Plan:
     short: bool = False
     copied: int = 0
     written: int = 0
+    calls: list[Lookups] = field(default_factory=list)
+    staged: Any = None
 
     @property
     def lookups(self) -> int:

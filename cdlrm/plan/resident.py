@@ -49,8 +49,8 @@ class ResidentPlanner:
         del hold
         rows, cuts = self._waiting.popleft()
         if self._stamps is None:
-            self._stamps = self._driver.new_stamps(self.num_rows)
-        segments = self._driver.build_segments(rows, self._stamps, cuts)
+            self._stamps = self._driver.host.new_stamps(self.num_rows)
+        segments = self._driver.host.build_segments(rows, self._stamps, cuts)
         batch, self.planned = self.planned, self.planned + 1
         return Plan(
             batch, rows, segments.seg_slot, segments.seg_slot, segments.seg_start, segments.seg_lookup,

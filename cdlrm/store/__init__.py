@@ -29,6 +29,7 @@ class Store(Protocol):
     num_rows: int
     dim: int
     state_width: int
+    initial_state: np.float32
     initializer: Initializer
     trained: np.ndarray  # one bit a row, packed: was ever trained
     changed: np.ndarray  # one bit a row, packed: was trained since the last save

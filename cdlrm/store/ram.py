@@ -43,7 +43,8 @@ class _Lazy:
 
 
 class RamStore:
-    """Home of the records of `num_rows` rows: weights float32 [N, D] and state float32 [N, S].
+    """Home of the records of `num_rows` rows: weights float32 [N, D] and state float32 [N, S], as two arrays or
+    (where the driver wants it) as two views of one whose rows are padded records.
 
     `trained` and `changed` are one bit a row: ever written by training (or loading), and written
     since the bit was last cleared (by a checkpoint).
@@ -58,8 +59,13 @@ class RamStore:
         self.initial_state = np.float32(initial_state)
         self.initializer = initializer
         self.driver = driver
-        self._memory = [_Lazy((num_rows, dim)), _Lazy((num_rows, state_width))]
-        self.weight, self.state = (memory.array for memory in self._memory)
+        width = driver.padded_width(dim, state_width)
+        self._memory = [_Lazy((num_rows, each)) for each in ([width] if width else [dim, state_width])]
+        if width:
+            records = self._memory[0].array
+            self.weight, self.state = records[:, :dim], records[:, dim : dim + state_width]
+        else:
+            self.weight, self.state = (memory.array for memory in self._memory)
         self.trained = np.zeros(-(-num_rows // 8), np.uint8)
         self.changed = np.zeros(-(-num_rows // 8), np.uint8)
         self.saved: dict[str, Any] = {}
@@ -69,6 +75,10 @@ class RamStore:
     def record_bytes(self) -> int:
         return 4 * (self.dim + self.state_width)
 
+    def memory(self) -> list[np.ndarray]:
+        """The arrays that hold everything, float32: weights and state, or (padded records) one."""
+        return [memory.array for memory in self._memory]
+
     def read(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> int:
         """Copy the records of `rows int64 [n]` to `weight[index]`, `state[index]`; returns how many
         were stored (the others were generated)."""
@@ -77,9 +87,9 @@ class RamStore:
         else:
             stored, fresh = bits.positions(self.trained, rows)
         if stored.size:
-            self.driver.copy_rows(weight, index[stored], self.weight, rows[stored])
+            self.driver.host.copy_rows(weight, index[stored], self.weight, rows[stored])
             if self.state_width:
-                self.driver.copy_rows(state, index[stored], self.state, rows[stored])
+                self.driver.host.copy_rows(state, index[stored], self.state, rows[stored])
         if fresh.size:
             self.initializer.rows(weight, index[fresh], rows[fresh])
             if self.state_width:
@@ -88,9 +98,9 @@ class RamStore:
 
     def write(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> None:
         """Store `weight[index]`, `state[index]` as the records of the distinct `rows int64 [n]`."""
-        self.driver.copy_rows(self.weight, rows, weight, index)
+        self.driver.host.copy_rows(self.weight, rows, weight, index)
         if self.state_width:
-            self.driver.copy_rows(self.state, rows, state, index)
+            self.driver.host.copy_rows(self.state, rows, state, index)
         self.mark(rows)
 
     def mark(self, rows: np.ndarray) -> None:

@@ -1,0 +1,141 @@
+"""`GpuDriver`: the seam by launches of the kernels in `cuda/` on a `Backend`; the CPU driver's results, bit for bit.
+
+It never waits for the device on the training path, except where a slot of a ring is still in use (see
+`staging`).  `backend.traffic` counts launches, copies, bytes and waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PinError
+from ..optim import SGD, Optimizer
+from ..store.ram import RamStore
+from .backend import Backend
+from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weights
+from .carrier import Staged, ZeroCopy
+from .cpu import CpuDriver
+from .formulas import Formula
+from .gpu_records import GpuRecords
+from .launches import Launcher
+from .plan_arrays import add_gradient_source, add_inputs, add_segments
+from .staging import Layout, Ring
+from .verdicts import DeviceVerdict, Verdicts
+
+if TYPE_CHECKING:
+    from ..step import Call
+    from ..store import Store
+
+log = logging.getLogger("cdlrm")
+
+
+class GpuDriver(Driver):
+    """A GPU.  `zero_copy`: kernels may reach pinned tables; `padded`: records of host tables lie together, padded
+    to 16 bytes; `why`: how these two were chosen."""
+
+    in_place = False
+
+    def __init__(self, backend: Backend, *, zero_copy: bool = True, padded: bool = False, why: str = "") -> None:
+        self.backend, self.name, self.device = backend, backend.name, backend.device
+        self.zero_copy, self.padded = zero_copy, padded
+        self.host = CpuDriver()
+        self.transfer = backend.new_stream()
+        self.verdicts = Verdicts(backend)
+        self.stage = ""
+        self._open = 0  # records that are in use
+        self._notes = [why] if why else []
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def records(self, store: Store, bases: np.ndarray, optimizer: Optimizer, *, in_place: bool = False) -> Records:
+        made = GpuRecords(self, store, bases, optimizer)
+        self._open += 1
+        return made
+
+    def records_closed(self) -> None:
+        self._open -= 1
+
+    def padded_width(self, dim: int, state_width: int) -> int:
+        return -(-(dim + state_width) // 4) * 4 if self.padded and state_width else 0
+
+    def carrier(self, store: Store, ring: Ring) -> ZeroCopy | Staged:
+        """How the records of `store` travel."""
+        if not isinstance(store, RamStore) or not self.zero_copy:
+            return Staged(self.backend, store, ring)
+        try:
+            return ZeroCopy(self.backend, store)
+        except PinError as error:
+            told = (
+                f"the tables stay in pageable memory and their rows pass through a staging buffer, which costs a copy "
+                f"by the host for each row that moves: {error}"
+            )
+            log.warning("%s", told)
+            self._notes.append(told)
+            return Staged(self.backend, store, ring)
+
+    def output(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.backend.output(shape, dtype)
+
+    def hand_over(self) -> None:
+        self.backend.hand_over(self.backend.compute_stream())
+
+    # --- gradients ---
+
+    def finite(self, grads: Sequence[Tensor], raising: bool, where: str) -> Verdict:
+        return self.verdicts.check(grads, raising, where)
+
+    def suppression(self, verdicts: Sequence[Verdict]) -> dict[str, int]:
+        """What keeps an update from changing anything, for a kernel."""
+        waiting = [verdict for verdict in verdicts if isinstance(verdict, DeviceVerdict)]
+        sticky = self.verdicts.sticky if any(verdict.raising for verdict in waiting) else 0
+        if not waiting:
+            return {"flag": 0, "number": 0, "sticky": sticky}
+        one = self.verdicts.either(waiting)
+        return {"flag": one.flag, "number": one.number, "sticky": sticky}
+
+    def poll(self) -> None:
+        self.verdicts.poll()
+
+    def sum_of_squares(self, calls: Sequence[Call], dim: int) -> float:
+        """The sums are made by the update kernels themselves: one step of SGD with lr -1 on rows of zeros."""
+        backend, stream = self.backend, self.backend.compute_stream()
+        lookups = [call.lookups for call in calls]
+        rows, inverse = np.unique(np.concatenate([each.rows for each in lookups]), return_inverse=True)
+        segments: Segments = self.host.build_segments(inverse.astype(np.int32), self.host.new_stamps(len(rows)))
+        layout = Layout()
+        long = add_segments(layout, segments)
+        add_inputs(layout, lookups[0])
+        add_gradient_source(layout, lookups, merged_rows(lookups), True)
+        weights = merged_weights([call.weights for call in calls], lookups)
+        if weights is not None:
+            layout.add("weights", weights, np.float32)
+        ring = Ring(backend, stream)
+        slot = ring.take(layout)
+        ring.upload(slot, stream)
+        sums = backend.output((len(rows), dim), torch.float32)
+        backend.clear(backend.address(sums), 4 * sums.numel(), stream)
+        grads = [call.grad for call in calls if call.grad is not None]
+        grad = grads[0] if len(grads) == 1 else torch.cat(grads)
+        optimizer = SGD(lr=0.0)
+        launcher = Launcher(backend, dim)
+        source = {**launcher.source(slot, lookups, grad, True), "per_sample": slot.at("weights")}
+        records = {"weight": backend.address(sums), "weight_stride": dim, "state": 0, "state_stride": 1}
+        formula = Formula(optimizer)
+        launcher.apply(records, formula.number, slot, len(rows), long, source, formula.values(optimizer, -1.0),
+                       {"flag": 0, "number": 0, "sticky": 0}, stream)  # fmt: skip
+        backend.synchronize(backend.record(stream), "norm")
+        backend.hand_over(stream)
+        return float(sums.double().square().sum())
+
+    def close(self) -> None:
+        """Nothing, while records of another group are in use."""
+        if self._open == 0:
+            self.host.close()
+            self.backend.close()

@@ -1,0 +1,75 @@
+"""`Launcher`: launches for rows of one width, with a team of threads for each owner (see `cuda/common.cuh`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..lookups import Lookups
+from . import signatures
+from .backend import Backend, DeviceBuffer, Stream
+from .plan_arrays import Long, needs_lookup_rows
+from .staging import Slot
+
+
+class Launcher:
+    """Kernels on rows of `dim` floats."""
+
+    def __init__(self, backend: Backend, dim: int) -> None:
+        self.backend, self.dim = backend, dim
+        self.vec = 4 if dim % 4 == 0 else 1
+        self.held = signatures.steps_held(dim)
+        self._sums: DeviceBuffer = backend.alloc(0)  # of chunks
+
+    def launch(
+        self, kernel: str, variant: tuple[Any, ...], owners: int, stream: Stream, values: dict[str, Any],
+        optimizer: int | None = None,
+    ) -> None:  # fmt: skip
+        """With a team for each of `owners`."""
+        if owners:
+            whole = (self.vec, *variant) if optimizer is None else (optimizer, self.vec, *variant)
+            grid = signatures.blocks(self.vec, owners)
+            self.backend.launch(kernel, whole, grid, signatures.pack(kernel, values), stream)
+
+    def source(self, slot: Slot, calls: Sequence[Lookups], grad: Tensor, divided: bool) -> dict[str, Any]:
+        """Where the gradient of each lookup is."""
+        computed = not needs_lookup_rows(calls)
+        return {
+            "lookup_row": 0 if computed else slot.at("lookup_row"), "columns": slot.at("columns0"),
+            "batch": calls[0].batch_size, "width": calls[0].width, "divisor": 0 if divided else slot.at("divisor"),
+            "grad": self.backend.address(grad), "dim": self.dim,
+        }  # fmt: skip
+
+    def aligned(self, grad: Tensor) -> Tensor:
+        """As kernels read it; the caller keeps it until they are launched."""
+        return grad.clone() if self.backend.address(grad) % 16 else grad
+
+    def apply(
+        self, records: dict[str, int], optimizer: int, slot: Slot, distinct: int, long: Long, source: dict[str, Any],
+        formula: dict[str, Any], suppress: dict[str, int], stream: Stream,
+    ) -> None:  # fmt: skip
+        """Launch the update of `distinct` rows whose segments are in `slot`: short rows, chunks of long ones, sums."""
+        seg_lookup = {"seg_lookup": slot.at("seg_lookup")}
+        tables = formula.get("tables", 0)
+        only_long = {k: v for k, v in formula.items() if k not in ("next_steps", "used", "tables")}
+        values = {**records, "seg_slot": slot.at("seg_slot"), "seg_start": slot.at("seg_start"), "distinct": distinct,
+                  **seg_lookup, **source, **formula, "tables": tables, **suppress}  # fmt: skip
+        self.launch("update_short", (self.held,), max(distinct, tables), stream, values, optimizer)
+        if not long.rows:
+            return
+        sums = self._room_for_sums(long.chunks)
+        values = {"chunk_start": slot.at("chunk_start"), "chunk_stop": slot.at("chunk_stop"), "chunks": long.chunks,
+                  **seg_lookup, **source, "sums": sums, **suppress}  # fmt: skip
+        self.launch("chunk_sums", (self.held,), long.chunks, stream, values)
+        values = {**records, "seg_slot": slot.at("seg_slot"), "long_rows": slot.at("long_rows"),
+                  "long_chunks": slot.at("long_chunks"), "count": long.rows, "sums": sums, "dim": self.dim,
+                  **only_long, **suppress}  # fmt: skip
+        self.launch("update_long", (self.held,), long.rows, stream, values, optimizer)
+
+    def _room_for_sums(self, chunks: int) -> int:
+        if self._sums.nbytes < 4 * chunks * self.dim:
+            self.backend.synchronize(self.backend.record(self.backend.compute_stream()), "growth")
+            self._sums = self.backend.alloc(8 * chunks * self.dim)
+        return self._sums.address
