@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-MAX_STREAMS = 32
+MAX_STREAMS = 64
 FINE = -1  # results of the checks below: nothing found,
 OUTSIDE = -2  # OUTSIDE - k: row k leaves the region,
 TWICE = 1 << 62  # TWICE + word: one launch writes a word by two owners; a word alone: a race there
@@ -90,3 +90,6 @@ class Clocks:
     def join(self, stream: int, clock: np.ndarray) -> None:
         """`stream` goes on after everything in `clock`."""
         np.maximum(self._of[stream], clock, out=self._of[stream])
+
+    def of(self, stream: int) -> np.ndarray:
+        return self._of[stream].copy()

@@ -147,6 +147,8 @@ class Memory:
         size = count * np.dtype(dtype).itemsize
         if size == 0:
             return np.empty(0, dtype)
+        if size < 0:
+            raise AccessError(f"{what}: {count} items")
         region = self.find(address, size, what)
         at = address - region.start
         return region.data[at : at + size].view(dtype)
