@@ -23,6 +23,7 @@ from cdlrm.driver.backend import Backend, DeviceBuffer, PinnedBuffer, Traffic
 from cdlrm.errors import CompileError, DeviceError, DeviceMemoryError, PinError
 
 from .access import Access, accesses
+from .calls import Calls
 from .clocks import Clocks
 from .costs import Costs
 from .faults import Faults
@@ -96,7 +97,7 @@ class EmulatedBackend(Backend):
         self._broken = ""  # the sticky error
         self._seen: set[tuple[str, tuple[Any, ...]]] = set()
         self._compiled: set[tuple[str, tuple[Any, ...]]] = set()
-        self._run_kernel = run or _compiled_runner()
+        self._run_kernel = run or Calls()
 
     @property
     def style(self) -> str:
@@ -424,9 +425,8 @@ class _Entered:
             if self._backend.error is not None:
                 raise type(self._backend.error)(str(self._backend.error))
             self._backend._free_dropped()
-        except EmulatorError as error:
-            self._backend.error = error
-            self._lock.release()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -437,13 +437,6 @@ class _Entered:
 
 def _all(parameter: str, address: int, nbytes: int, *, writes: bool = False) -> Access:
     return Access(parameter, writes, address, _START, nbytes)
-
-
-def _compiled_runner() -> Runner:
-    """The kernels of cuda/, compiled for the host; imported late, since it needs a C++ compiler."""
-    from .compile import run
-
-    return run
 
 
 __all__ = ["AccessError", "EmulatedBackend", "EmulatorError", "RaceError"]
