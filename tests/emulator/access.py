@@ -47,13 +47,17 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def whole(self, name: str, count: int, itemsize: int, *, writes: bool = False, first: int = 0, **more: bool) -> None:
+    def whole(
+        self, name: str, count: int, itemsize: int, *, writes: bool = False, first: int = 0, **more: bool
+    ) -> None:
         """`count` items from item `first`; nothing if the pointer is null or count is 0."""
         if self[name] and count > 0:
             address = self[name] + first * itemsize
             self.accesses.append(Access(name, writes, address, _START, count * itemsize, **more))
 
-    def rows(self, name: str, numbers: np.ndarray, stride: int, width: int, *, size: int = 4, writes: bool = False) -> None:
+    def rows(
+        self, name: str, numbers: np.ndarray, stride: int, width: int, *, size: int = 4, writes: bool = False
+    ) -> None:
         """`width` items from item numbers[k] * stride for each k."""
         if self[name] and width > 0 and len(numbers):
             offsets = numbers.astype(np.int64) * (stride * size)
