@@ -14,6 +14,7 @@ import numpy as np
 
 from cdlrm.driver.signatures import KERNELS, LONG_ROW
 
+from .arguments import LAYOUTS
 from .memory import AccessError
 
 _START = np.zeros(1, np.int64)
@@ -35,13 +36,18 @@ class Access(NamedTuple):
         return len(self.offsets) * self.nbytes
 
 
+def one_range(parameter: str, address: int, nbytes: int, *, writes: bool = False) -> Access:
+    """Bytes that a copy or the host touches."""
+    return Access(parameter, writes, address, _START, nbytes, shared=True)
+
+
 class Call:
     """The arguments of a launch by name, and the accesses found so far.  `view(address, dtype, count, what)` reads."""
 
     def __init__(self, kernel: str, variant: tuple[Any, ...], args: tuple[Any, ...], view: Callable[..., np.ndarray]):
         self.kernel, self.variant, self._view = kernel, variant, view
-        values = [value.item() if isinstance(value, np.generic) else value for value in args]
-        self.values = dict(zip(_NAMES[kernel], values, strict=True))
+        layout = LAYOUTS[kernel]
+        self.values = dict(zip(_NAMES[kernel], layout.unpack(layout.pack(*args)), strict=True))
         self.accesses: list[Access] = []
 
     def __getitem__(self, name: str) -> Any:

@@ -9,7 +9,6 @@ arguments of the wrong type (TypeError).  The first such error is raised again b
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -19,43 +18,23 @@ import numpy as np
 import torch
 
 from cdlrm.driver import signatures
-from cdlrm.driver.backend import Backend, DeviceBuffer, PinnedBuffer, Traffic
+from cdlrm.driver.backend import Backend, Traffic
 from cdlrm.errors import CompileError, DeviceError, DeviceMemoryError, PinError
 
-from .access import Access, accesses
+from .access import Access, accesses, one_range
+from .arguments import SCALARS
 from .calls import Calls
 from .clocks import Clocks
 from .costs import Costs
+from .entered import Entered
 from .faults import Faults
-from .memory import POISON, AccessError, EmulatorError, Memory, Region
+from .memory import POISON, AccessError, EmulatedBuffer, EmulatedPinned, EmulatorError, Memory, Region
 from .streams import Operation, Scheduler, VirtualEvent, VirtualStream
 from .watch import RaceError, Watch
 
 LENT = 64  # copies of torch's tensors kept at least
-_START = np.zeros(1, np.int64)
-_TYPES = {
-    name: [signatures.TYPES[kind].type for _, kind in kernel.parameters] for name, kernel in signatures.KERNELS.items()
-}
 
 Runner = Callable[[str, tuple[Any, ...], int, tuple[Any, ...]], None]
-
-
-class EmulatedBuffer(DeviceBuffer):
-    def __init__(self, region: Region, freed: deque[Region]) -> None:
-        self.address, self.nbytes = region.start, region.nbytes
-        self._region, self._freed = region, freed
-
-    def __del__(self) -> None:
-        self._freed.append(self._region)
-
-
-class EmulatedPinned(PinnedBuffer):
-    def __init__(self, region: Region, freed: deque[Region]) -> None:
-        self.array, self.address = region.data, region.start
-        self._region, self._freed = region, freed
-
-    def __del__(self) -> None:
-        self._freed.append(self._region)
 
 
 class EmulatedBackend(Backend):
@@ -88,7 +67,7 @@ class EmulatedBackend(Backend):
         self._scheduler = Scheduler(seed, style)
         self._host = VirtualStream(0, "of the host")
         self._compute = self.new_stream_named("compute")
-        self._entered = _Entered(self)
+        self._entered = Entered(self)
         self._freed: deque[Region] = deque()  # dropped, perhaps in the middle of a call
         self._leaving: deque[tuple[int, Region]] = deque()  # torch's, until the compute stream has run so far
         self._lent: deque[tuple[int, Region]] = deque()  # copies of torch's tensors
@@ -266,7 +245,7 @@ class EmulatedBackend(Backend):
         with self._entered:
             if self.checks and nbytes and not self._broken:
                 operation = Operation(*self._clocks.next(0), self._host, f"the host {verb}", self._host_ms)
-                self._watch.touch(operation, [Access("memory", verb != "reads", address, _START, nbytes, shared=True)])
+                self._watch.touch(operation, [one_range("memory", address, nbytes, writes=verb != "reads")])
 
     # --- work ---
 
@@ -283,7 +262,9 @@ class EmulatedBackend(Backend):
             def body(operation: Operation) -> float:
                 if fails:
                     return self._break(f"{operation} failed")
-                self._touch(operation, [_all("source", source, nbytes), _all("target", target, nbytes, writes=True)])
+                self._touch(
+                    operation, [one_range("source", source, nbytes), one_range("target", target, nbytes, writes=True)]
+                )
                 ctypes.memmove(target, source, nbytes)
                 return self.costs.copy_ms(kind, nbytes) if self.costs else 0.0
 
@@ -302,7 +283,7 @@ class EmulatedBackend(Backend):
                 return
 
             def body(operation: Operation) -> float:
-                self._touch(operation, [_all("target", target, nbytes, writes=True)])
+                self._touch(operation, [one_range("target", target, nbytes, writes=True)])
                 ctypes.memset(target, 0, nbytes)
                 return self.costs.clear_ms(nbytes) if self.costs else 0.0
 
@@ -311,7 +292,7 @@ class EmulatedBackend(Backend):
     def launch(
         self, kernel: str, variant: tuple[Any, ...], grid: int, args: tuple[Any, ...], stream: VirtualStream
     ) -> None:
-        if list(map(type, args)) != _TYPES.get(kernel):  # the common case is quick
+        if list(map(type, args)) != SCALARS.get(kernel):  # the common case is quick
             signatures.check(kernel, args)
         with self._entered:
             self._alive()
@@ -384,7 +365,7 @@ class EmulatedBackend(Backend):
         if self._broken:
             raise DeviceError(f"an error of work that was issued earlier: {self._broken}.")
 
-    def _free_dropped(self) -> None:
+    def free_dropped(self) -> None:
         """Release what was dropped since the last call (dropping can happen anywhere, also inside a call)."""
         while self._freed:
             region = self._freed.popleft()
@@ -401,42 +382,16 @@ class EmulatedBackend(Backend):
         if self.checks and region.writer is not None and region.live and not self._broken:
             stream = self._compute if region.kind in ("output", "tensor") else self._host
             operation = Operation(*self._clocks.next(stream.index), stream, "the end of memory", self._host_ms)
-            whole = Access("memory", region.kind != "tensor", region.start, _START, region.nbytes, shared=True)
+            whole = one_range("memory", region.start, region.nbytes, writes=region.kind != "tensor")
             self._watch.touch(operation, [whole])
         self.memory.release(region)
 
     def close(self) -> None:
         with self._entered:
-            self._scheduler.drain_all()
+            self._scheduler.drainone_range()
             for kind in ("device", "pinned", "output"):
                 for region in self.memory.live(kind):
                     region.check_guards()
-
-
-class _Entered:
-    """Around every call: one lock; the first error of the program stays."""
-
-    def __init__(self, backend: EmulatedBackend) -> None:
-        self._backend, self._lock = backend, threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            if self._backend.error is not None:
-                raise type(self._backend.error)(str(self._backend.error))
-            self._backend._free_dropped()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, EmulatorError):
-            self._backend.error = error
-        self._lock.release()
-
-
-def _all(parameter: str, address: int, nbytes: int, *, writes: bool = False) -> Access:
-    return Access(parameter, writes, address, _START, nbytes)
 
 
 __all__ = ["AccessError", "EmulatedBackend", "EmulatorError", "RaceError"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from typing import Any
 
 from cdlrm.driver.signatures import KERNELS, Kernel
 
+from .arguments import CELL, LAYOUTS
 from .compile import FLAGS, cache_folder, compile_file, symbol
 from .memory import EmulatorError
 
-_CELL = 8  # bytes; every argument has one of its own
-_FORMATS = {"ptr": "Q", "i32": "i4x", "i64": "q", "f32": "f4x", "f64": "d"}
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p)
 
 
@@ -26,7 +24,7 @@ class Calls:
     def __init__(self) -> None:
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._functions: dict[tuple[str, tuple[Any, ...]], tuple[Any, Any]] = {}
-        self._arguments: dict[str, tuple[struct.Struct, Any, Any]] = {}
+        self._arguments: dict[str, tuple[Any, Any]] = {}
 
     def _load(self, kernel: Kernel, variant: tuple[Any, ...]) -> tuple[Any, Any]:
         if kernel.file not in self._libraries:
@@ -37,17 +35,17 @@ class Calls:
         function = _FUNCTION((symbol(kernel.name, variant), library))
         return self._functions.setdefault((kernel.name, variant), (function, library.take_misaligned))
 
-    def _cells(self, kernel: Kernel) -> tuple[struct.Struct, Any, Any]:
-        layout = struct.Struct("=" + "".join(_FORMATS[kind] for _, kind in kernel.parameters))
-        buffer = ctypes.create_string_buffer(layout.size)
+    def _cells(self, kernel: Kernel) -> tuple[Any, Any]:
+        size = LAYOUTS[kernel.name].size
+        buffer = ctypes.create_string_buffer(size)
         first = ctypes.addressof(buffer)
-        pointers = (ctypes.c_void_p * len(kernel.parameters))(*range(first, first + layout.size, _CELL))
-        return self._arguments.setdefault(kernel.name, (layout, buffer, pointers))
+        pointers = (ctypes.c_void_p * len(kernel.parameters))(*range(first, first + size, CELL))
+        return self._arguments.setdefault(kernel.name, (buffer, pointers))
 
     def __call__(self, name: str, variant: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> None:
         function, take_misaligned = self._functions.get((name, variant)) or self._load(KERNELS[name], variant)
-        layout, buffer, pointers = self._arguments.get(name) or self._cells(KERNELS[name])
-        layout.pack_into(buffer, 0, *args)
+        buffer, pointers = self._arguments.get(name) or self._cells(KERNELS[name])
+        LAYOUTS[name].pack_into(buffer, 0, *args)
         function(0, grid, grid, ctypes.addressof(pointers))
         address = take_misaligned()
         if address is not None:

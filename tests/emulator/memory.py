@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from cdlrm.driver.backend import DeviceBuffer, PinnedBuffer
+
 from .clocks import MAX_STREAMS
 
 ALIGNMENT = 256
@@ -156,3 +158,21 @@ class Memory:
 
     def live(self, kind: str) -> list[Region]:
         return [region for region in self._regions.values() if region.live and region.kind == kind]
+
+
+class EmulatedBuffer(DeviceBuffer):
+    def __init__(self, region: Region, freed: deque[Region]) -> None:
+        self.address, self.nbytes = region.start, region.nbytes
+        self._region, self._freed = region, freed
+
+    def __del__(self) -> None:
+        self._freed.append(self._region)
+
+
+class EmulatedPinned(PinnedBuffer):
+    def __init__(self, region: Region, freed: deque[Region]) -> None:
+        self.array, self.address = region.data, region.start
+        self._region, self._freed = region, freed
+
+    def __del__(self) -> None:
+        self._freed.append(self._region)
