@@ -43,3 +43,26 @@ class UsageError(CdlrmError, RuntimeError):
 
 class PipelineError(CdlrmError, RuntimeError):
     """A thread of the look-ahead failed; names thread and batch, `__cause__` is the error."""
+
+
+class DeviceError(CdlrmError, RuntimeError):
+    """The device reported an error: a launch, or a copy or kernel issued earlier.
+
+    After an error of work that ran, the device does nothing more in this process; host tables stay readable.
+    """
+
+
+class DeviceMemoryError(DeviceError):
+    """The device has no room for an allocation; what was allocated before stays as it was."""
+
+
+class PinError(DeviceError):
+    """Host memory could not be pinned (not allowed, too much, already pinned); nothing stays pinned."""
+
+
+class CompileError(DeviceError):
+    """A kernel did not compile for this device; `log` is what the compiler said."""
+
+    def __init__(self, message: str, *, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log

@@ -122,6 +122,9 @@ class Backend(ABC):
     def host_writes(self, address: int, nbytes: int) -> None:  # noqa: B027
         """The host writes pinned memory now."""
 
+    def host_reuse(self, address: int, nbytes: int) -> None:  # noqa: B027
+        """Before the host fills pinned memory anew: what it held is lost (the emulator poisons it)."""
+
     # --- work ---
 
     @abstractmethod
