@@ -17,8 +17,10 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["cdlrm", "cdlrm.*"]),
-    package_data={"cdlrm": ["py.typed"]},
+    # The kernels lie in cuda/, which must not become a package: it would shadow NVIDIA's `cuda`.
+    packages=[*find_packages(include=["cdlrm", "cdlrm.*"]), "cdlrm.cuda"],
+    package_dir={"cdlrm.cuda": "cuda"},
+    package_data={"cdlrm": ["py.typed"], "cdlrm.cuda": ["*.cu", "*.cuh"]},
     entry_points={"console_scripts": ["cdlrm = cdlrm.cli:main"]},
     install_requires=[
         "torch>=2.11",
