@@ -93,6 +93,8 @@ class Backend(ABC):
     @abstractmethod
     def alloc(self, nbytes: int) -> DeviceBuffer:
         """Uninitialised device memory, 256-byte aligned, from torch's allocator; nbytes may be 0.
+        It may be memory that torch's current stream still works on: another stream waits for that one before it
+        uses it, and it is dropped only when the current stream waits for what other streams did with it.
         Raises DeviceMemoryError."""
 
     @abstractmethod

@@ -39,6 +39,17 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cdlrm" / "kernels"
 
 
+def version(nvrtc: Any) -> str:
+    """NVRTC's version, "13.0".  Raises CompileError where CuPy does not find NVRTC."""
+    try:
+        return "{}.{}".format(*nvrtc.getVersion())
+    except (RuntimeError, OSError, ImportError) as error:
+        raise CompileError(
+            f"CuPy finds no NVRTC to compile the kernels with ({' '.join(str(error).split())}); install it: "
+            "pip install 'cdlrm[cuda13]' (or cdlrm[cuda12], for a torch with CUDA 12)."
+        ) from error
+
+
 def architecture(nvrtc: Any, capability: int) -> tuple[str, bool]:
     """NVRTC's option for a compute capability (90 = 9.0), and whether it gives machine code (else PTX).
 
@@ -46,10 +57,10 @@ def architecture(nvrtc: Any, capability: int) -> tuple[str, bool]:
     """
     known = [int(arch) for arch in nvrtc.getSupportedArchs() if int(arch) <= capability]
     if not known:
-        major, minor = nvrtc.getVersion()
+        least = min(int(arch) for arch in nvrtc.getSupportedArchs())
         raise CompileError(
-            f"NVRTC {major}.{minor} compiles for compute capability {min(nvrtc.getSupportedArchs()) / 10:.1f} and "
-            f"higher, and this device has {capability / 10:.1f}; install the extra cuda12 (and a torch for CUDA 12)."
+            f"NVRTC {version(nvrtc)} compiles for compute capability {least / 10:.1f} and higher, and this device "
+            f"has {capability / 10:.1f}; install the extra cuda12 and a torch for CUDA 12."
         )
     exact = max(known) == capability
     return f"--gpu-architecture={'sm' if exact else 'compute'}_{max(known)}", exact
@@ -80,7 +91,7 @@ def compile_code(nvrtc: Any, text: str, file: str, expression: str, capability: 
 
 def load_code(nvrtc: Any, text: str, file: str, expression: str, capability: int) -> Code:
     """As `compile_code`, from the disk if it was compiled before; a disk that cannot be written costs time only."""
-    key = "\0".join(map(str, (nvrtc.getVersion(), OPTIONS, architecture(nvrtc, capability), expression, file, text)))
+    key = "\0".join(map(str, (version(nvrtc), OPTIONS, architecture(nvrtc, capability), expression, file, text)))
     path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.kernel"
     try:
         found = _unpack(path.read_bytes())

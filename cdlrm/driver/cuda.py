@@ -11,6 +11,7 @@ error names it.  Some errors are sticky: the device does nothing more in this pr
 from __future__ import annotations
 
 import bisect
+import importlib
 import logging
 import threading
 import weakref
@@ -50,7 +51,7 @@ _STICKY_WORDS = (
     "illegal instruction", "misaligned address", "not allowed on the address space", "invalid program counter",
     "unspecified launch failure",
 )  # fmt: skip
-"""The same in torch's words, which before torch 2.12 came without a code from some calls."""
+"""The same in CUDA's words, for errors that carry no code."""
 
 
 class TorchBuffer(DeviceBuffer):
@@ -94,13 +95,14 @@ class CudaBackend(Backend):
 
     def __init__(self, index: int = 0, cupy: Any = None) -> None:
         if cupy is None:
-            import cupy
+            cupy = importlib.import_module("cupy")
         self._cupy, self._runtime, self._index = cupy, cupy.cuda.runtime, index
         self.device = torch.device("cuda", index)
         self.traffic = Traffic()
         self.calls: PinCalls = CupyPinCalls(cupy, index)
         self._capability = int("{}{}".format(*torch.cuda.get_device_capability(self.device)))
-        self._lock = threading.Lock()  # of everything below; several threads issue work
+        self._compiling = threading.Lock()  # compiling takes long: no other thread waits for it with a copy
+        self._lock = threading.Lock()  # of what is below; several threads issue work
         self._kernels: dict[tuple[str, tuple[Any, ...]], Any] = {}
         self._streams: dict[int, Any] = {}
         self._last: dict[int, str] = {}
@@ -241,12 +243,13 @@ class CudaBackend(Backend):
     def clear(self, target: int, nbytes: int, stream: torch.cuda.Stream) -> None:
         if nbytes == 0:
             return
+        what = f"a clear ({nbytes:,} bytes)"
         try:
             with self._cupy.cuda.Device(self._index):
                 self._runtime.memsetAsync(target, 0, nbytes, stream.cuda_stream)
         except RuntimeError as error:
-            raise self._failed(f"issuing a clear ({nbytes:,} bytes)", error, self._last.get(stream.cuda_stream)) from error
-        self._last[stream.cuda_stream] = f"a clear ({nbytes:,} bytes)"
+            raise self._failed(f"issuing {what}", error, self._last.get(stream.cuda_stream)) from error
+        self._last[stream.cuda_stream] = what
 
     def launch(
         self, kernel: str, variant: tuple[Any, ...], grid: int, args: tuple[Any, ...], stream: torch.cuda.Stream
@@ -270,7 +273,7 @@ class CudaBackend(Backend):
 
     def _load(self, kernel: str, variant: tuple[Any, ...]) -> Any:
         """The kernel as CuPy launches it, compiled and loaded when it is first used."""
-        with self._lock:
+        with self._compiling:
             if (kernel, variant) not in self._kernels:
                 file, expression = signatures.KERNELS[kernel].file, signatures.expression(kernel, variant)
                 code = load_code(self._cupy.cuda.nvrtc, source(file), file, expression, self._capability)

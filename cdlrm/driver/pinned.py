@@ -186,7 +186,7 @@ def locked_memory_limit() -> str:
 
 def _refused(total: int, done: int, error: RuntimeError) -> PinError:
     return PinError(
-        f"{total:,} bytes of host memory could not be pinned: CUDA reported {error} after {done:,} bytes, and locked "
-        f"memory (ulimit -l) is limited to {locked_memory_limit()}; raise the limit (ulimit -l unlimited, or docker run "
+        f"{total:,} bytes of host memory could not be pinned: CUDA reported {error} after {done:,} bytes, and the "
+        f"limit of locked memory (ulimit -l) is {locked_memory_limit()}; raise it (ulimit -l unlimited, docker run "
         f'--ulimit memlock=-1), leave more memory free, or use store="file:DIR".'
     )
