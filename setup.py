@@ -33,8 +33,8 @@ setup(
         "pyyaml>=6",
     ],
     extras_require={
-        "cuda12": ["cupy-cuda12x>=13.3"],
-        "cuda13": ["cupy-cuda13x>=13.6"],
+        "cuda12": ["cupy-cuda12x>=14", "nvidia-cuda-nvrtc-cu12>=12,<13"],
+        "cuda13": ["cupy-cuda13x>=14", "nvidia-cuda-nvrtc>=13,<14"],
         "tensorboard": ["tensorboard>=2.17"],
         "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "tensorboard>=2.17", "matplotlib>=3.8"],
         "plot": ["matplotlib>=3.8"],

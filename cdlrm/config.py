@@ -148,7 +148,9 @@ class TrainConfig:
     store: str = setting(
         "ram", "where the tables live: in memory, or in a file in folder DIR, for tables larger than the memory",
         group="cache", metavar="ram|file:DIR")
-    device: str = setting("auto", "where the cache and the model live", group="cache", choices=("auto", "cpu"))
+    device: str = setting(
+        "auto", "where the cache and the model live; auto: the GPU if there is one that can be used", group="cache",
+        choices=("auto", "cuda", "cpu"))
     strict: bool = setting(
         False, "refuse a batch that needs more rows than the cache holds, instead of letting the cache grow",
         group="cache", kind=bool)

@@ -37,8 +37,10 @@ def describe() -> dict[str, Any]:
     """Facts about this machine; sizes in bytes, None where the system does not tell.
 
     `packages` and `optional`: name -> version or None; `missing`: what is not installed, the extra that brings it and
-    what for; `devices`: those of torch; `drivers`: of this library, and NVIDIA's if it is found.
+    what for; `device`: what "auto" chooses here, and why in `notes`; `devices`: those of torch; `drivers`: of this
+    library, and NVIDIA's if it is found.
     """
+    device, usable, reason, extra = _chosen()
     cupy = {name: found for name in CUPY if (found := package_version(name))}
     optional = {name: package_version(name) for name in OPTIONAL}
     missing = [
@@ -46,7 +48,7 @@ def describe() -> dict[str, Any]:
         for name, (extra, purpose) in OPTIONAL.items() if optional[name] is None
     ]  # fmt: skip
     if not cupy:
-        missing.append({"package": "cupy", "extra": "cuda13", "for": "GPUs (not used by this version yet)"})
+        missing.append({"package": "cupy", "extra": extra, "for": "GPUs"})
     return {
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
@@ -57,16 +59,29 @@ def describe() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _kib(_proc("/proc/meminfo", ("MemTotal",))),
         "memory_available_bytes": _kib(_proc("/proc/meminfo", ("MemAvailable",))),
-        "device": "cpu",
-        "devices": _devices(),
-        "drivers": {"cpu": "numba kernels", "cuda": "not in this version", "nvidia": _nvidia()},
-        "notes": ["Training runs on the CPU device; this version has no GPU device."],
+        "device": device,
+        "devices": _devices(device),
+        "drivers": {"cpu": "numba kernels", "cuda": usable, "nvidia": _nvidia()},
+        "notes": [reason],
     }
 
 
-def _devices() -> list[dict[str, Any]]:
-    """The processor, and the GPUs that torch can use."""
-    found: list[dict[str, Any]] = [{"device": "cpu", "name": platform.machine(), "used": True}]
+def _chosen() -> tuple[str, str, str, str]:
+    """What "auto" chooses, how the CUDA driver would work, why, and the extra that brings what it needs."""
+    try:
+        from .driver.choose import choose, extra
+    except (ImportError, OSError):  # torch is not installed, or one of its libraries does not load
+        return "cpu", "not usable", "device: cpu, because torch cannot be imported.", "cuda13"
+    kind, index, reason = choose("auto")
+    if kind == "cpu":
+        return "cpu", "not usable", reason, extra()
+    cupy = next((f"{name} {found}" for name in CUPY if (found := package_version(name))), "CuPy")
+    return f"cuda:{index}", f"kernels through {cupy}", reason, extra()
+
+
+def _devices(used: str) -> list[dict[str, Any]]:
+    """The processor, and the GPUs that torch sees; `used`: the one that "auto" chooses."""
+    found: list[dict[str, Any]] = [{"device": "cpu", "name": platform.machine(), "used": used == "cpu"}]
     try:
         import torch
     except (ImportError, OSError):  # not installed, or one of its libraries does not load
@@ -74,8 +89,13 @@ def _devices() -> list[dict[str, Any]]:
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(number)
-            gpu = {"device": f"cuda:{number}", "name": facts.name, "memory_bytes": facts.total_memory, "used": False}
-            found.append(gpu)
+            name = f"cuda:{number}"
+            found.append(
+                {
+                    "device": name, "name": facts.name, "memory_bytes": facts.total_memory, "used": used == name,
+                    "capability": f"{facts.major}.{facts.minor}",
+                }
+            )  # fmt: skip
     return found
 
 
@@ -117,7 +137,7 @@ def render_info(facts: dict[str, Any]) -> str:
         "memory": f"{gib(facts['memory_bytes'])}, {gib(facts['memory_available_bytes'])} available",
         "device": facts["device"],
         **{
-            each["device"]: f"{each['name']}, {gib(each['memory_bytes'])}, not used"
+            each["device"]: f"{each['name']}, {gib(each['memory_bytes'])}, compute capability {each['capability']}"
             for each in facts["devices"] if each["device"] != "cpu"
         },
         "drivers": ", ".join(f"{name}: {found or 'not found'}" for name, found in facts["drivers"].items()),

@@ -42,6 +42,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.fdopen(os.dup(sys.__stderr__.fileno()), "w") if sys.__stderr__ else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 _STDERR: pytest.StashKey = pytest.StashKey()
 
 

@@ -64,7 +64,7 @@ BAD_FLAGS = {
     "--test-data x.orc": "--data",
     "--json /no/such/folder/report.json": "folder does not exist",
     "--config /no/such.yaml": "No such file",
-    "--device cuda": "auto, cpu",
+    "--device tpu": "auto, cuda, cpu",
     "--store disk": "ram",
     "--mini-bach-size 3": "did you mean --mini-batch-size?",
     "--mini-batch 3": "not a known flag",

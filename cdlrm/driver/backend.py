@@ -64,6 +64,10 @@ class Backend(ABC):
     def record(self, stream: Stream) -> Event:
         """An event after everything issued on `stream` until now."""
 
+    def record_timed(self, stream: Stream) -> Event:
+        """Like `record`, an event that `elapsed_ms` takes (an event with a time costs more)."""
+        return self.record(stream)
+
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """What is issued on `stream` from now on runs after `event`."""
@@ -78,7 +82,7 @@ class Backend(ABC):
 
     @abstractmethod
     def elapsed_ms(self, first: Event, last: Event) -> float:
-        """Milliseconds between two events that are done."""
+        """Milliseconds between two events of `record_timed` that are done."""
 
     @abstractmethod
     def hand_over(self, stream: Stream) -> None:
@@ -89,6 +93,8 @@ class Backend(ABC):
     @abstractmethod
     def alloc(self, nbytes: int) -> DeviceBuffer:
         """Uninitialised device memory, 256-byte aligned, from torch's allocator; nbytes may be 0.
+        It may be memory that torch's current stream still works on: another stream waits for that one before it
+        uses it, and it is dropped only when the current stream waits for what other streams did with it.
         Raises DeviceMemoryError."""
 
     @abstractmethod
