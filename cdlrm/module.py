@@ -31,8 +31,8 @@ from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
 from .gradient import applied_gradient, waiting_gradient
 from .group import Group
+from .host_memory import available_bytes
 from .lookups import FeatureSlot, Lookups, flatten
-from .placement import available_bytes
 from .reference import TableReference
 from .stats import group_stats, total
 from .step import Call

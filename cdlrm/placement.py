@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from .driver.base import Driver
+from .driver.choose import Chosen, choose
 from .driver.cpu import CpuDriver
 from .errors import ConfigError
 from .group import Group
+from .host_memory import available_bytes
 from .initial import Initializer
 from .optim import Optimizer
 from .plan.planner import MAX_SLOTS
@@ -26,22 +27,21 @@ UPDATES = ("backward", "step")
 RESERVE = 0.25  # of the available memory is left to everything else
 
 
-def available_bytes() -> int:
-    """Host memory that may still be used: the machine's, or less under a cgroup's limit."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return max(available, 0)
+def _cuda(chosen: Chosen) -> Driver:
+    from .driver.cuda import CudaBackend
+    from .driver.gpu import GpuDriver
+
+    return GpuDriver(CudaBackend(chosen.gpu or 0), why=chosen.reason)
+
+
+DRIVERS: dict[str, Callable[[Chosen], Driver]] = {"cpu": lambda chosen: CpuDriver(), "cuda": _cuda}
+"""How the driver of each kind of device is made."""
 
 
 def choose_driver(device: str | torch.device | None) -> Driver:
-    """The driver of `device`: "auto", "cpu" (or None).  Raises ConfigError for others."""
-    if device is not None and str(device) not in ("auto", "cpu"):
-        raise ConfigError(f'device={str(device)!r}: this version runs on the CPU only; use "cpu" or "auto".')
-    return CpuDriver()
+    """The driver of `device`; see `cdlrm.driver.choose`.  Raises ConfigError for one that does not exist here."""
+    chosen = choose(device)
+    return DRIVERS[chosen.kind](chosen)
 
 
 def split_groups(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[list[int]]:
@@ -65,8 +65,9 @@ def check_cache_settings(cache_rows: int | str, cache_ratio: float | None) -> No
 
 
 def place(
-    rows: Sequence[int], record_bytes: Sequence[int], cache_rows: int | str, cache_ratio: float | None, store: str
-) -> tuple[list[int], list[str]]:
+    rows: Sequence[int], record_bytes: Sequence[int], cache_rows: int | str, cache_ratio: float | None, store: str,
+    driver: Driver,
+) -> tuple[list[int], list[str]]:  # fmt: skip
     """Slots of each group (as many as its rows = resident), and what was chosen automatically and why.
 
     `rows` and `record_bytes` of each group that is not resident by request.  `cache_rows` are shared
@@ -79,11 +80,14 @@ def place(
         wanted = int(cache_rows)
         return [min(n, max(1, wanted * n // max(total, 1))) for n in rows], []
     need = sum(n * size for n, size in zip(rows, record_bytes, strict=True))
-    have = available_bytes()
+    have, kind = driver.free_bytes(), "host" if driver.in_place else driver.name
     usable = int(have * (1 - RESERVE))
-    told = f"{need / 2**30:.2f} GiB of records, {have / 2**30:.2f} GiB of host memory available"
+    told = f"{need / 2**30:.2f} GiB of records, {have / 2**30:.2f} GiB of {kind} memory available"
     if need <= usable:
         return list(rows), [f"cache_rows=auto: everything is resident ({told}, {RESERVE:.0%} reserved)."]
+    if store == "ram" and not driver.in_place and need <= available_bytes():
+        slots = [max(1, int(n * usable / need)) for n in rows]
+        return slots, [f"cache_rows=auto: {sum(slots)} of {total} rows are cached ({told}, {RESERVE:.0%} reserved)."]
     if store != "ram":
         slots = [max(1, int(n * usable / 2 / max(need, 1))) for n in rows]
         chosen = f"{sum(slots)} of {total} rows are cached in half of the usable memory"
@@ -125,8 +129,11 @@ def make_groups(
     slots = dict(enumerate(rows))
     notes: list[str] = []
     if free:
-        chosen, notes = place([rows[i] for i in free], sizes, cache_rows, cache_ratio, store)
+        chosen, notes = place([rows[i] for i in free], sizes, cache_rows, cache_ratio, store, driver)
         slots.update(zip(free, chosen, strict=True))
+    if store == "ram":
+        widths = {(tables[m[0]].embedding_dim, optimizers[m[0]]) for m in members}
+        driver.prepare([(dim, optimizer.state_width(dim)) for dim, optimizer in widths])
     try:
         return _build(
             tables, optimizers, members, rows, slots, free, notes, driver, store, strict, seed, shards, update, fresh

@@ -24,7 +24,7 @@ from .config import TrainConfig
 from .data import Batch, Source
 from .datasets import Datasets
 from .errors import ConfigError, DataError
-from .placement import available_bytes
+from .host_memory import available_bytes
 from .progress import Listener
 from .scoring_config import ScoreConfig
 from .train import build_model, build_tables

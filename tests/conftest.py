@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-long", action="store_true", help="also run the tests marked `long`")
+    parser.addoption("--emulated", action="store_true", help="run every test on the emulated GPU instead of the CPU")
+    parser.addoption("--seed-offset", type=int, default=0, help="first seed of the emulated streams")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +73,17 @@ def hang_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(seconds, exit=True, file=stream)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def device_of_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With --emulated, every module that a test makes is on the emulated GPU."""
+    if request.config.getoption("--emulated"):
+        from emulated import use
+
+        first = int(hashlib.sha1(request.node.nodeid.encode(), usedforsecurity=False).hexdigest()[:8], 16)
+        use(monkeypatch, first + request.config.getoption("--seed-offset"))
+    yield
 
 
 def find_data_dir() -> Path | None:

@@ -178,6 +178,13 @@ class Driver(ABC):
     in_place: bool  # resident rows are trained where the store keeps them
     host: CpuDriver  # for work on the host: segments, copies
 
+    def prepare(self, record_widths: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Before any store in memory is made: how wide its records are (dim, floats of state).  At most a second."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Memory that the device may still use for records."""
+
     @abstractmethod
     def records(self, store: Store, bases: np.ndarray, optimizer: Optimizer, *, in_place: bool = False) -> Records:
         """No places yet for the records of `store`; bases int64 [T+1]: the first group row of each table.

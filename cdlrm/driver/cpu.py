@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import optim
+from ..host_memory import available_bytes
 from ..lookups import Lookups
 from . import cpu_kernels as kernels
 from . import cpu_update
@@ -77,6 +78,9 @@ class CpuDriver(Driver):
         self._pool_process = 0
 
     # --- the seam ---
+
+    def free_bytes(self) -> int:
+        return available_bytes()
 
     def records(
         self, store: Store, bases: np.ndarray, optimizer: optim.Optimizer, *, in_place: bool = False

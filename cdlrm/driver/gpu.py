@@ -19,6 +19,7 @@ from ..optim import SGD, Optimizer
 from ..store.ram import RamStore
 from .backend import Backend
 from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weights
+from .calibrate import measure
 from .carrier import Staged, ZeroCopy
 from .cpu import CpuDriver
 from .formulas import Formula
@@ -37,11 +38,13 @@ log = logging.getLogger("cdlrm")
 
 class GpuDriver(Driver):
     """A GPU.  `zero_copy`: kernels may reach pinned tables; `padded`: records of host tables lie together, padded
-    to 16 bytes; `why`: how these two were chosen."""
+    to 32 bytes (None: both are measured by `prepare`); `why`: how the device was chosen."""
 
     in_place = False
 
-    def __init__(self, backend: Backend, *, zero_copy: bool = True, padded: bool = False, why: str = "") -> None:
+    def __init__(
+        self, backend: Backend, *, zero_copy: bool | None = None, padded: bool | None = None, why: str = ""
+    ) -> None:
         self.backend, self.name, self.device = backend, backend.name, backend.device
         self.zero_copy, self.padded = zero_copy, padded
         self.host = CpuDriver()
@@ -54,6 +57,16 @@ class GpuDriver(Driver):
     def notes(self) -> list[str]:
         return list(self._notes)
 
+    def prepare(self, record_widths: Sequence[tuple[int, int]]) -> None:
+        if self.zero_copy is not None or not record_widths:
+            return
+        choice = measure(self.backend, record_widths)
+        self.zero_copy, self.padded = choice.zero_copy, choice.joined_records
+        self._notes.append(choice.sentence)
+
+    def free_bytes(self) -> int:
+        return self.backend.free_bytes()
+
     def records(self, store: Store, bases: np.ndarray, optimizer: Optimizer, *, in_place: bool = False) -> Records:
         made = GpuRecords(self, store, bases, optimizer)
         self._open += 1
@@ -63,7 +76,7 @@ class GpuDriver(Driver):
         self._open -= 1
 
     def padded_width(self, dim: int, state_width: int) -> int:
-        return -(-(dim + state_width) // 4) * 4 if self.padded and state_width else 0
+        return -(-(dim + state_width) // 8) * 8 if self.padded and state_width else 0
 
     def carrier(self, store: Store, ring: Ring) -> ZeroCopy | Staged:
         """How the records of `store` travel."""

@@ -63,7 +63,7 @@ class GpuRecords(Records):
         self.transfer = driver.transfer
         self.dim, self.state_width = store.dim, store.state_width
         self.launcher = Launcher(self.backend, self.dim)
-        self.rows = 0
+        self.rows, self.closed = 0, False
         self.weight = self.state = self.backend.alloc(0)
         self.ring = Ring(self.backend, self.transfer, poll=driver.poll)  # plans, and moves outside of them
         self.extra = Ring(self.backend, self.transfer, poll=driver.poll)  # what no plan has brought: the trainer's
