@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 from cdlrm.driver.signatures import KERNELS, Kernel
@@ -18,20 +19,22 @@ class MisalignedError(EmulatorError):
     """A vector load or store at an address that a device refuses."""
 
 
+@functools.cache
+def _library(file: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(compile_file(file, FLAGS, cache_folder())))
+    library.take_misaligned.restype = ctypes.c_void_p
+    return library
+
+
 class Calls:
     """`calls(kernel, variant, grid, args)` runs all blocks in order; args of the table's types; one call at a time."""
 
     def __init__(self) -> None:
-        self._libraries: dict[str, ctypes.CDLL] = {}
         self._functions: dict[tuple[str, tuple[Any, ...]], tuple[Any, Any]] = {}
         self._arguments: dict[str, tuple[Any, Any]] = {}
 
     def _load(self, kernel: Kernel, variant: tuple[Any, ...]) -> tuple[Any, Any]:
-        if kernel.file not in self._libraries:
-            library = ctypes.CDLL(str(compile_file(kernel.file, FLAGS, cache_folder())))
-            library.take_misaligned.restype = ctypes.c_void_p
-            self._libraries[kernel.file] = library
-        library = self._libraries[kernel.file]
+        library = _library(kernel.file)
         function = _FUNCTION((symbol(kernel.name, variant), library))
         return self._functions.setdefault((kernel.name, variant), (function, library.take_misaligned))
 
