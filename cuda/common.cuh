@@ -94,39 +94,30 @@ DEVICE double double_of(u64 bits) {
 // --- vectors in memory ---
 
 template <int VEC>
-struct Vec {
+struct alignas(VEC * sizeof(float)) Vec {
     float v[VEC];
 };
 
 template <int VEC>
 DEVICE Vec<VEC> load(const float* from) {
-    Vec<VEC> vec;
 #ifdef __CUDACC__
-    if constexpr (VEC == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from);
-        vec.v[0] = four.x, vec.v[1] = four.y, vec.v[2] = four.z, vec.v[3] = four.w;
-        return vec;
-    }
+    return *reinterpret_cast<const Vec<VEC>*>(from);
 #else
+    Vec<VEC> vec;
     check_aligned(from, sizeof(vec));
-#endif
-    UNROLL
-    for (int i = 0; i < VEC; ++i) vec.v[i] = from[i];
+    memcpy(&vec, from, sizeof(vec));
     return vec;
+#endif
 }
 
 template <int VEC>
 DEVICE void store(float* to, const Vec<VEC>& vec) {
 #ifdef __CUDACC__
-    if constexpr (VEC == 4) {
-        *reinterpret_cast<float4*>(to) = make_float4(vec.v[0], vec.v[1], vec.v[2], vec.v[3]);
-        return;
-    }
+    *reinterpret_cast<Vec<VEC>*>(to) = vec;
 #else
     check_aligned(to, sizeof(vec));
+    memcpy(to, &vec, sizeof(vec));
 #endif
-    UNROLL
-    for (int i = 0; i < VEC; ++i) to[i] = vec.v[i];
 }
 
 // Rows are far apart: number * stride passes 2^31.

@@ -18,9 +18,8 @@ DEVICE bool is_nan(float x) {
 }
 
 DEVICE bf16 to_bf16(float x) {
-    const u32 bits = bits_of(x);
-    if (is_nan(x)) return {0x7FC0};
-    return {(unsigned short)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
+    const u32 bits = bits_of(x), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return {(unsigned short)(is_nan(x) ? 0x7FC0 : rounded)};
 }
 
 DEVICE fp16 to_fp16(float x) {

@@ -23,11 +23,11 @@ from cdlrm.errors import CompileError, DeviceError, DeviceMemoryError, PinError
 
 from .access import Access, accesses, one_range
 from .arguments import SCALARS
-from .calls import Calls
 from .clocks import Clocks
 from .costs import Costs
 from .entered import Entered
 from .faults import Faults
+from .library import Calls
 from .memory import POISON, AccessError, EmulatedBuffer, EmulatedPinned, EmulatorError, Memory, Region
 from .streams import Operation, Scheduler, VirtualEvent, VirtualStream
 from .watch import RaceError, Watch
