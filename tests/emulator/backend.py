@@ -23,11 +23,11 @@ from cdlrm.errors import CompileError, DeviceError, DeviceMemoryError, PinError
 
 from .access import Access, accesses, one_range
 from .arguments import SCALARS
-from .calls import Calls
 from .clocks import Clocks
 from .costs import Costs
 from .entered import Entered
 from .faults import Faults
+from .library import Calls
 from .memory import POISON, AccessError, EmulatedBuffer, EmulatedPinned, EmulatorError, Memory, Region
 from .streams import Operation, Scheduler, VirtualEvent, VirtualStream
 from .watch import RaceError, Watch
@@ -41,6 +41,7 @@ class EmulatedBackend(Backend):
     """seed: the order of the streams (style: one of streams.STYLES, else drawn).  check: follow every access;
     without it only argument types are checked and memory is poisoned.  compare: one launch in so many is held to
     the writes that it declares (and the first of each variant; 0: none).  device_bytes: memory that there is.
+    costs: how long work takes (bytes of kernels are counted if check is set or costs is given).
     run: what runs a launch (default: the compiled kernels)."""
 
     name = "emulated"
@@ -60,7 +61,8 @@ class EmulatedBackend(Backend):
         self.traffic = Traffic()
         self.faults = Faults()
         self.memory = Memory()
-        self.checks, self.compare, self.device_bytes, self.costs = check, compare, device_bytes, costs
+        self.checks, self.compare, self.device_bytes, self.costs = check, compare, device_bytes, costs or Costs()
+        self._counts_bytes = check or costs is not None
         self.error: EmulatorError | None = None
         self._clocks = Clocks()
         self._watch = Watch(self.memory, self._clocks)
@@ -266,7 +268,7 @@ class EmulatedBackend(Backend):
                     operation, [one_range("source", source, nbytes), one_range("target", target, nbytes, writes=True)]
                 )
                 ctypes.memmove(target, source, nbytes)
-                return self.costs.copy_ms(kind, nbytes) if self.costs else 0.0
+                return self.costs.copy_ms(kind, nbytes)
 
             self._issue(stream, f"{kind} copy", body)
 
@@ -285,7 +287,7 @@ class EmulatedBackend(Backend):
             def body(operation: Operation) -> float:
                 self._touch(operation, [one_range("target", target, nbytes, writes=True)])
                 ctypes.memset(target, 0, nbytes)
-                return self.costs.clear_ms(nbytes) if self.costs else 0.0
+                return self.costs.clear_ms(nbytes)
 
             self._issue(stream, "clear", body)
 
@@ -328,9 +330,9 @@ class EmulatedBackend(Backend):
     def _run(
         self, operation: Operation, kernel: str, variant: tuple[Any, ...], grid: int, args: tuple[Any, ...]
     ) -> float:
-        if not (self.checks or self.costs):
+        if not self._counts_bytes:
             self._run_kernel(kernel, variant, grid, args)
-            return 0.0
+            return self.costs.launch_ms
         touched = accesses(kernel, variant, args, self.memory.view)
         self._touch(operation, touched)
         if self._is_compared(kernel, variant):
@@ -339,7 +341,7 @@ class EmulatedBackend(Backend):
             self._watch.after(operation, touched, copies)
         else:
             self._run_kernel(kernel, variant, grid, args)
-        return self.costs.kernel_ms(touched, self.memory) if self.costs else 0.0
+        return self.costs.kernel_ms(touched, self.memory)
 
     def _is_compared(self, kernel: str, variant: tuple[Any, ...]) -> bool:
         if not (self.checks and self.compare):
@@ -388,7 +390,7 @@ class EmulatedBackend(Backend):
 
     def close(self) -> None:
         with self._entered:
-            self._scheduler.drainone_range()
+            self._scheduler.drain_all()
             for kind in ("device", "pinned", "output"):
                 for region in self.memory.live(kind):
                     region.check_guards()

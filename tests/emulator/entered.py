@@ -29,7 +29,3 @@ class Entered:
         if isinstance(error, EmulatorError):
             self._backend.error = error
         self._lock.release()
-
-
-def _all(parameter: str, address: int, nbytes: int, *, writes: bool = False) -> Access:
-    return Access(parameter, writes, address, _START, nbytes)

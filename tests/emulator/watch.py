@@ -103,10 +103,9 @@ class Watch:
             regions.setdefault(region.start, region)
         copies, room = [], COMPARED_BYTES
         for region in regions.values():
-            room -= region.nbytes
-            if room < 0:
-                break
-            copies.append((region, region.raw.copy()))
+            if region.nbytes <= room:
+                room -= region.nbytes
+                copies.append((region, region.raw.copy()))
         return copies
 
     def after(self, operation: Operation, accesses: list[Access], copies: list[tuple[Region, np.ndarray]]) -> None:
