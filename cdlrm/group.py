@@ -247,7 +247,6 @@ class Group:
 
     def _decide(self) -> None:
         """Count the updates that the device skipped, once it has told."""
-        self.driver.poll()
         waiting = [verdict for verdict in self._undecided if verdict.known is None]
         self.counts.skipped_steps += sum(verdict.known is False for verdict in self._undecided)
         self._undecided = waiting
@@ -279,6 +278,7 @@ class Group:
     def training_slots(self, lookups: Lookups) -> Call:
         """The slots of a forward call that may be followed by a backward, brought in if need be."""
         self.settle()
+        self.driver.poll()
         if self.attached is None:
             return self._on_demand(lookups)
         if self.step is None:
@@ -391,6 +391,11 @@ class Group:
 
     def flush(self) -> None:
         """Bring every record home: afterwards the store holds the newest values."""
+        self._bring_home()
+        self.driver.finish()
+        self._decide()
+
+    def _bring_home(self) -> None:
         self.settle_for_reading()
         if not self.in_place:
             with self.cache.pause():
@@ -464,11 +469,14 @@ class Group:
         if self.closed:
             return
         self.abandon()
-        self.flush()
+        self._bring_home()
         self.closed = True
         self.records.close()
         self.store.close()
-        self.driver.close()
+        try:
+            self.driver.finish()
+        finally:
+            self.driver.close()
 
 
 def _together(calls: Sequence[Lookups]) -> tuple[np.ndarray, Sequence[int]]:

@@ -217,6 +217,9 @@ class Driver(ABC):
     def poll(self) -> None:  # noqa: B027
         """Raise what the device has reported since; never waits."""
 
+    def finish(self) -> None:  # noqa: B027
+        """Wait until the device has told everything, and raise it."""
+
     def close(self) -> None:  # noqa: B027 - a device without resources has nothing to do
         """Release threads and memory.  May be called twice."""
 

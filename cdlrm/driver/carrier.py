@@ -50,8 +50,9 @@ class ZeroCopy:
         fresh = rows[bits.positions(self.store.trained, rows)[1]]
         if fresh.size:
             for array, address in zip(self._arrays, self._addresses, strict=True):
-                for row in fresh.tolist():
-                    self.backend.host_writes(address + row * array.strides[0], array.strides[0])
+                size = 4 * array.shape[1]
+                for row in fresh.tolist() if size else ():
+                    self.backend.host_writes(address + row * size, size)
             self.store.initializer.rows(self.store.weight, fresh, fresh)
             self.store.state[fresh] = self.store.initial_state
 

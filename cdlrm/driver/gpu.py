@@ -116,6 +116,9 @@ class GpuDriver(Driver):
     def poll(self) -> None:
         self.verdicts.poll()
 
+    def finish(self) -> None:
+        self.verdicts.finish()
+
     def sum_of_squares(self, calls: Sequence[Call], dim: int) -> float:
         """The sums are made by the update kernels themselves: one step of SGD with lr -1 on rows of zeros."""
         backend, stream = self.backend, self.backend.compute_stream()

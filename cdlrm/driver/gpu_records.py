@@ -65,8 +65,8 @@ class GpuRecords(Records):
         self.launcher = Launcher(self.backend, self.dim)
         self.rows, self.closed = 0, False
         self.weight = self.state = self.backend.alloc(0)
-        self.ring = Ring(self.backend, self.transfer, poll=driver.poll)  # plans, and moves outside of them
-        self.extra = Ring(self.backend, self.transfer, poll=driver.poll)  # what no plan has brought: the trainer's
+        self.ring = Ring(self.backend, self.transfer)  # plans, and moves outside of them
+        self.extra = Ring(self.backend, self.transfer)  # what no plan has brought: the trainer's
         self.carrier: ZeroCopy | Staged = driver.carrier(store, self.ring)
         self.formula = Formula(optimizer)
         self.counts = StepCounts(self.backend, optimizer, len(bases) - 1) if optimizer.counts_steps else None
@@ -134,6 +134,7 @@ class GpuRecords(Records):
         self.ring.upload(slot, self.transfer)
         first = np.cumsum([0, *(lookups.rows.size for lookups in plan.calls)]).tolist()
         plan.staged = self._staged[plan.batch] = Staging(slot, plan.calls, first, weights, long, copied)
+        self.driver.poll()  # of the batch whose slot it was, at the latest
 
     def _order_transfer(self, wait_for: int) -> None:
         fence, self._fence = self._fence, None
@@ -177,7 +178,6 @@ class GpuRecords(Records):
             self.ring.give_back(slot, self.backend.record(self.transfer))
         self.ring.land_all()
         self.backend.synchronize(self.backend.record(self.transfer), "write home")
-        self.driver.poll()
 
     def read(self, rows: np.ndarray, slots: np.ndarray, plan: Plan | None = None) -> int:
         if plan is not None:

@@ -78,12 +78,11 @@ class Slot:
 
 @dataclass
 class Ring:
-    """The slots of one group.  `before`: called with every event that is waited for (it tells errors and verdicts)."""
+    """The slots of one group."""
 
     backend: Backend
     transfer: Stream
     limit: int = 3  # slots; more exist only while more are in use at once
-    poll: Callable[[], None] = lambda: None
     slots: list[Slot] = field(default_factory=list)
     free: deque[Slot] = field(default_factory=deque)
     lock: Any = field(default_factory=threading.Lock)
@@ -117,7 +116,6 @@ class Ring:
         event, slot.event = slot.event, None
         if event is not None and not self.backend.is_done(event):
             self.backend.synchronize(event, "ring")
-        self.poll()
         self.land(slot)
 
     def land(self, slot: Slot) -> None:

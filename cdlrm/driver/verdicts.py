@@ -138,3 +138,9 @@ class Verdicts:
                     f"{verdict.where}: a gradient of the tables' output is not finite; neither it nor a later batch "
                     f'was applied; lower the learning rate, or use nonfinite="skip".'
                 )
+
+    def finish(self) -> None:
+        """Like `poll`, but waits for those that are not done."""
+        for verdict in list(self.waiting):
+            bool(verdict)
+        self.poll()
