@@ -1,4 +1,4 @@
-"""The CUDA backend without a GPU: what it asks of CuPy and torch, what errors become, how kernels are compiled and kept.
+"""The CUDA backend without a GPU: what it asks of CuPy and torch, what errors become, how kernels are kept.
 
 CuPy and torch.cuda are faked only as far as their documented behaviour goes.  What needs a GPU is in the tests
 marked `gpu`, at the end.
@@ -472,7 +472,9 @@ def test_kernels_are_kept_and_compiled_anew_when_anything_changes(cuda: FakeCuda
     assert len(nvrtc.compiled) == 5 and len(list(cubin.cache_dir().iterdir())) == 5
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:70] + b"?" + data[71:]])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:70] + b"?" + data[71:]]
+)
 def test_a_damaged_file_is_compiled_anew(cuda: FakeCuda, damage: Any) -> None:
     first = cubin.load_code(cuda.nvrtc, "text", "x.cu", "k<1>", 90)
     (file,) = cubin.cache_dir().iterdir()
