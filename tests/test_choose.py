@@ -166,6 +166,7 @@ def test_info_with_a_gpu(pretended: Machine, monkeypatch: pytest.MonkeyPatch) ->
     assert [(each["device"], each["used"]) for each in facts["devices"]] == [
         ("cpu", False), ("cuda:0", True), ("cuda:1", False),
     ]  # fmt: skip
+    assert "Compiled kernels are kept in " in facts["notes"][0]
     text = machine.render_info(facts)
     assert "cuda:1        GPU number 1, 80.0 GiB, compute capability 8.6" in text
     assert "device        cuda:0" in text and "because torch and CuPy can use it." in text

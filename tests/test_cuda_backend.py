@@ -354,6 +354,13 @@ def test_unpinning_that_fails_while_memory_is_dropped_is_told(
         del memory
         gc.collect()
     assert "cudaErrorHostMemoryNotRegistered" in caplog.text and "could not be unpinned" in caplog.text
+    caplog.clear()
+    lost = backend.pinned(200)
+    cuda.error = ILLEGAL  # nothing can be done about it, and it was told before
+    with caplog.at_level(logging.INFO, "cdlrm"):
+        del lost
+        gc.collect()
+    assert not caplog.text and cuda.error is None
     cuda.live.clear()
 
 
