@@ -75,7 +75,10 @@ def _chosen() -> tuple[str, str, str, str]:
     kind, index, reason = choose("auto")
     if kind == "cpu":
         return "cpu", "not usable", reason, extra()
+    from .driver.cubin import cache_dir
+
     cupy = next((f"{name} {found}" for name in CUPY if (found := package_version(name))), "CuPy")
+    reason += f"  Compiled kernels are kept in {cache_dir()} (CDLRM_CACHE_DIR)."
     return f"cuda:{index}", f"kernels through {cupy}", reason, extra()
 
 

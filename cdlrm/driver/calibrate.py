@@ -87,14 +87,15 @@ def decide(ms: dict[tuple[tuple[int, int], Key, str], float], moved_bytes: dict[
     zero_copy = min(total[True, False], total[True, True]) <= min(total[False, False], total[False, True])
     joined = total[zero_copy, True] < total[zero_copy, False]
     best = {way: min(total[way, False], total[way, True]) for way in (True, False)}
+    ways, layouts = {True: "zero copy", False: "staged"}, {True: "one padded record", False: "two arrays"}
     sentence = (
-        f"records: {'zero copy' if zero_copy else 'staged'}, because filling and evicting {_widths(ms)} took "
-        f"{best[True]:.2f} ms by zero copy and {best[False]:.2f} ms staged"
+        f"records: {ways[zero_copy]} (filling and evicting {_widths(ms)}: {best[zero_copy]:.2f} ms, "
+        f"{ways[not zero_copy]} {best[not zero_copy]:.2f} ms)"
     )
     if any(width[1] for width, _, _ in ms):
         sentence += (
-            f"; {'one padded record' if joined else 'two arrays'} for weights and state, because that took "
-            f"{total[zero_copy, joined]:.2f} ms and the other {total[zero_copy, not joined]:.2f} ms"
+            f"; weights and state in {layouts[joined]} ({total[zero_copy, joined]:.2f} ms, {layouts[not joined]} "
+            f"{total[zero_copy, not joined]:.2f} ms)"
         )
     return Choice(zero_copy, joined, figures, sentence + ".")
 

@@ -34,7 +34,8 @@ log = logging.getLogger("cdlrm")
 MAX_GRID = 2**31 - 1
 STICKY = {
     214: "an uncorrectable memory error",
-    226: "the device fell off its link",
+    220: "an uncorrectable error of NVLink",
+    226: "a contained hardware error",
     700: "an illegal memory access",
     702: "a launch timeout",
     710: "a device-side assert",
@@ -73,11 +74,17 @@ class PinnedMemory(PinnedBuffer):
 
 
 def _release_quietly(pinned: Pinned, calls: PinCalls) -> None:
-    """Nobody is there to handle the error of a destructor."""
+    """Nobody is there to handle the error of a destructor.  After a sticky error nothing can be unpinned."""
     try:
         pinned.release(calls)
     except PinError as error:
-        log.warning("%s", error)
+        log.log(logging.DEBUG if error.__cause__ and is_sticky(error.__cause__) else logging.WARNING, "%s", error)
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether an error of CuPy or torch tells that the device does nothing more in this process."""
+    code = getattr(error, "status", getattr(error, "error_code", None))
+    return code in STICKY or any(word in str(error) for word in _STICKY_WORDS)
 
 
 @dataclass(frozen=True)
@@ -291,8 +298,7 @@ class CudaBackend(Backend):
     def _failed(self, what: str, error: RuntimeError, last: str | None = None) -> DeviceError:
         """CUDA's error at `what` in one sentence; a sticky one is that of work issued before, `last` the newest."""
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        code = getattr(error, "status", getattr(error, "error_code", None))
-        if code not in STICKY and not any(word in said for word in _STICKY_WORDS):
+        if not is_sticky(error):
             return DeviceError(f"{what} on {self.device}: {said}.")
         return DeviceError(
             f"{self.device} failed while running earlier work (last issued on this stream: {last or 'unknown'}), found "
