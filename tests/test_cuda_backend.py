@@ -1,7 +1,6 @@
-"""The CUDA backend without a GPU: what it asks of CuPy and torch, what errors become, how kernels are kept.
+"""The CUDA backend without a GPU: what it asks of CuPy and torch, and what errors become.
 
-CuPy and torch.cuda are faked only as far as their documented behaviour goes.  What needs a GPU is in the tests
-marked `gpu`, at the end.
+What needs a GPU is in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -18,192 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_cuda import ILLEGAL, INVALID, CudaError, FakeCuda, FakeEvent, FakeStream, pretend_cuda
 
-from cdlrm.driver import cubin, pinned, signatures
+from cdlrm.driver import pinned, signatures
 from cdlrm.driver.cuda import STICKY, CudaBackend
 from cdlrm.errors import CompileError, DeviceError, DeviceMemoryError, PinError
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class CudaError(RuntimeError):
-    """As CuPy's: the name and the text of the error, its number in `status`."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-ILLEGAL = CudaError(700, "cudaErrorIllegalAddress: an illegal memory access was encountered")
-INVALID = CudaError(1, "cudaErrorInvalidValue: invalid argument")
-
-
-class FakeNvrtc:
-    """NVRTC for three architectures that counts what it compiles."""
-
-    class NVRTCError(RuntimeError):
-        pass
-
-    def __init__(self) -> None:
-        self.compiled: list[tuple[str, str, tuple[str, ...]]] = []
-        self.programs: dict[int, list[str]] = {}
-        self.log = ""
-        self.version = (13, 0)
-
-    def getVersion(self) -> tuple[int, int]:
-        return self.version
-
-    def getSupportedArchs(self) -> tuple[int, ...]:
-        return (75, 90, 120)
-
-    def createProgram(self, text: str, file: str, headers: tuple[()], names: tuple[()]) -> int:
-        self.programs[len(self.programs) + 1] = [text, file]
-        return len(self.programs)
-
-    def addNameExpression(self, program: int, expression: str) -> None:
-        self.programs[program].append(expression)
-
-    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
-        if self.log:
-            raise self.NVRTCError("NVRTC_ERROR_COMPILATION (6)")
-        text, file, expression = self.programs[program]
-        self.compiled.append((file, expression, options))
-
-    def getCUBIN(self, program: int) -> bytes:
-        return b"\0cubin\n" + self.programs[program][2].encode()
-
-    def getPTX(self, program: int) -> bytes:
-        return b"ptx " + self.programs[program][2].encode()
-
-    def getLoweredName(self, program: int, expression: str) -> str:
-        return "_Z" + expression
-
-    def getProgramLog(self, program: int) -> str:
-        return self.log
-
-    def destroyProgram(self, program: int) -> None:
-        self.programs[program] = []
-
-
-class FakeCuda:
-    """CuPy's calls, recorded; `error` is raised by the next one."""
-
-    memcpyDefault = 4
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.error: RuntimeError | None = None
-        self.live: dict[int, int] = {}
-        self.nvrtc = FakeNvrtc()
-        self.runtime = self
-        self.devices: list[int] = []
-
-    def _do(self, *call: Any) -> None:
-        assert self.devices, "a call outside of the device"
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        self.calls.append(call)
-
-    def Device(self, index: int) -> Any:
-        cuda = self
-
-        class Device:
-            def __enter__(self) -> None:
-                cuda.devices.append(index)
-
-            def __exit__(self, *error: object) -> None:
-                cuda.devices.pop()
-
-        return Device()
-
-    def ExternalStream(self, pointer: int, index: int) -> Any:
-        return SimpleNamespace(ptr=pointer, device_id=index)
-
-    def Module(self) -> Any:
-        loaded: list[bytes] = []
-
-        def get_function(symbol: str) -> Any:
-            def launch(grid: tuple[int], block: tuple[int], args: tuple[Any, ...], stream: Any) -> None:
-                self._do("launch", symbol, grid, block, args, stream.ptr)
-
-            launch.image = loaded[0]  # type: ignore[attr-defined]
-            return launch
-
-        return SimpleNamespace(load=loaded.append, get_function=get_function)
-
-    def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        self._do("copy", target, source, size, kind, stream)
-
-    def memsetAsync(self, target: int, value: int, size: int, stream: int) -> None:
-        self._do("set", target, value, size, stream)
-
-    def hostRegister(self, address: int, size: int, flags: int) -> None:
-        self._do("register", address, size, flags)
-        self.live[address] = size
-
-    def hostUnregister(self, address: int) -> None:
-        self._do("unregister", address)
-        del self.live[address]
-
-    def pointerGetAttributes(self, address: int) -> Any:
-        return SimpleNamespace(devicePointer=address)
-
-
-class FakeEvent:
-    """torch.cuda.Event; `error` is raised by whatever is called next on any."""
-
-    error: RuntimeError | None = None
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.timed, self.stream = enable_timing, None
-
-    def _do(self) -> None:
-        if FakeEvent.error is not None:
-            error, FakeEvent.error = FakeEvent.error, None
-            raise error
-
-    def record(self, stream: Any) -> None:
-        self._do()
-        self.stream = stream
-
-    def query(self) -> bool:
-        self._do()
-        return True
-
-    def synchronize(self) -> None:
-        self._do()
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        assert self.timed and other.timed
-        return 1.5
-
-
-class FakeStream:
-    def __init__(self, device: Any = None, pointer: int = 77) -> None:
-        self.cuda_stream, self.waited = pointer, []
-
-    def wait_event(self, event: FakeEvent) -> None:
-        event._do()
-        self.waited.append(event)
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
-    current = FakeStream(pointer=0)
-    for name, value in {
-        "Event": FakeEvent,
-        "Stream": FakeStream,
-        "current_stream": lambda device: current,
-        "get_device_capability": lambda device: (9, 0),
-        "mem_get_info": lambda device: (1000, 5000),
-        "memory_reserved": lambda device: 700,
-        "memory_allocated": lambda device: 200,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setenv("CDLRM_CACHE_DIR", str(tmp_path / "kernels"))
-    monkeypatch.setattr(FakeEvent, "error", None)
-    return FakeCuda()
+    return pretend_cuda(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -452,9 +277,6 @@ def test_sticky_errors_are_known_by_their_number(backend: CudaBackend, code: int
     assert not caught.value.sticky
 
 
-# --- compiling and keeping ---
-
-
 def test_a_kernel_that_does_not_compile_shows_the_log(backend: CudaBackend, cuda: FakeCuda) -> None:
     cuda.nvrtc.log = 'fill.cu(12): error: identifier "oops" is undefined\n1 error detected\n'
     with pytest.raises(CompileError) as caught:
@@ -465,63 +287,6 @@ def test_a_kernel_that_does_not_compile_shows_the_log(backend: CudaBackend, cuda
     backend.launch("fill", (4,), 1, some_args("fill"), backend.compute_stream())  # nothing half-made was kept
 
 
-def test_kernels_are_kept_and_compiled_anew_when_anything_changes(cuda: FakeCuda) -> None:
-    nvrtc = cuda.nvrtc
-    first = cubin.load_code(nvrtc, "text", "x.cu", "k<1>", 90)
-    assert first == ("_Zk<1>", b"\0cubin\nk<1>")
-    assert cubin.load_code(nvrtc, "text", "x.cu", "k<1>", 90) == first and len(nvrtc.compiled) == 1
-    assert len(list(cubin.cache_dir().iterdir())) == 1
-    cubin.load_code(nvrtc, "other text", "x.cu", "k<1>", 90)
-    cubin.load_code(nvrtc, "text", "x.cu", "k<2>", 90)
-    cubin.load_code(nvrtc, "text", "x.cu", "k<1>", 75)
-    nvrtc.version = (13, 1)
-    cubin.load_code(nvrtc, "text", "x.cu", "k<1>", 90)
-    assert len(nvrtc.compiled) == 5 and len(list(cubin.cache_dir().iterdir())) == 5
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:70] + b"?" + data[71:]]
-)
-def test_a_damaged_file_is_compiled_anew(cuda: FakeCuda, damage: Any) -> None:
-    first = cubin.load_code(cuda.nvrtc, "text", "x.cu", "k<1>", 90)
-    (file,) = cubin.cache_dir().iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(damage(whole))
-    assert cubin.load_code(cuda.nvrtc, "text", "x.cu", "k<1>", 90) == first
-    assert len(cuda.nvrtc.compiled) == 2 and file.read_bytes() == whole
-
-
-def test_a_folder_that_cannot_be_written_costs_time_only(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("CDLRM_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    with caplog.at_level(logging.WARNING, "cdlrm"):
-        assert cubin.load_code(cuda.nvrtc, "text", "x.cu", "k<1>", 90).symbol == "_Zk<1>"
-    assert "CDLRM_CACHE_DIR" in caplog.text
-
-
-def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CDLRM_CACHE_DIR", "/a")
-    assert cubin.cache_dir() == Path("/a")
-    monkeypatch.delenv("CDLRM_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cubin.cache_dir() == Path("/b/cdlrm/kernels")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cubin.cache_dir() == Path.home() / ".cache/cdlrm/kernels"
-
-
-def test_architectures(cuda: FakeCuda) -> None:
-    nvrtc = cuda.nvrtc
-    assert cubin.architecture(nvrtc, 90) == ("--gpu-architecture=sm_90", True)
-    assert cubin.architecture(nvrtc, 103) == ("--gpu-architecture=compute_90", False)
-    assert cubin.compile_code(nvrtc, "text", "x.cu", "k<1>", 121).image == b"ptx k<1>"
-    with pytest.raises(CompileError) as caught:
-        cubin.architecture(nvrtc, 70)
-    text = one_sentence(caught.value)
-    assert "NVRTC 13.0" in text and "7.5 and higher" in text and "has 7.0" in text and "cuda12" in text
-
-
 def test_no_nvrtc(backend: CudaBackend, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> tuple[int, int]:
         raise RuntimeError('Failure finding "libnvrtc.so.13":\n No such file')
@@ -530,38 +295,6 @@ def test_no_nvrtc(backend: CudaBackend, cuda: FakeCuda, monkeypatch: pytest.Monk
     with pytest.raises(CompileError) as caught:
         backend.launch("fill", (4,), 1, some_args("fill"), backend.compute_stream())
     assert "cdlrm[cuda13]" in one_sentence(caught.value) and "libnvrtc.so.13" in str(caught.value)
-
-
-def real_nvrtc() -> Any:
-    """CuPy's binding, which needs no GPU."""
-    cupy = pytest.importorskip("cupy")
-    try:
-        cupy.cuda.nvrtc.getVersion()
-    except (RuntimeError, OSError, ImportError) as error:
-        pytest.skip(f"CuPy finds no NVRTC: {error}")
-    return cupy.cuda.nvrtc
-
-
-def test_cupys_nvrtc_compiles_every_kernel_without_a_gpu() -> None:
-    from cdlrm.driver.sources import source
-
-    nvrtc = real_nvrtc()
-    for name, kernel in signatures.KERNELS.items():
-        expression = signatures.expression(name, kernel.variants[0])
-        code = cubin.compile_code(nvrtc, source(kernel.file), kernel.file, expression, 90)
-        assert kernel.function in code.symbol and code.image.startswith(b"\x7fELF")
-
-
-def test_options_keep_subnormal_numbers_and_contract_nothing() -> None:
-    nvrtc = real_nvrtc()
-    text = "__global__ void k(float* a, float b, float c) { a[0] = a[0] * b + c; a[1] = a[1] / b; a[2] = sqrtf(a[2]); }"
-    newest = max(int(arch) for arch in nvrtc.getSupportedArchs())
-    ptx = cubin.compile_code(nvrtc, text, "k.cu", "k", newest + 1).image.decode()
-    assert ".ftz" not in ptx and "fma" not in ptx and ".approx" not in ptx
-    for instruction in ("mul.rn.f32", "add.rn.f32", "div.rn.f32", "sqrt.rn.f32"):
-        assert instruction in ptx
-    with pytest.raises(CompileError, match="oops"):
-        cubin.compile_code(nvrtc, "__global__ void k() { oops; }", "k.cu", "k", 90)
 
 
 def test_nothing_but_the_backend_imports_cupy() -> None:
