@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .driver.base import Records
+from .errors import DeviceError
 from .plan import Plan
 
 PIECE_ROWS = 1 << 20  # moved at once where all are
@@ -45,6 +46,7 @@ class Cache:
         self.records = records
         self.rows = 0
         self.moves = Moves()
+        self.lost = False  # the device died with changed rows
         self.slot_row = np.empty(0, np.int64)
         self.dirty = np.empty(0, np.uint8)
         self.lent = 0
@@ -155,14 +157,32 @@ class Cache:
         """Write dirty lent records home and end all but the first `keep` loans.  Paused only."""
         slots = np.arange(self.rows + keep, self.rows + self.lent, dtype=np.int32)
         dirty = self.dirty[slots] != 0
-        self._write(self.slot_row[slots[dirty]], slots[dirty])
-        self.slot_row[slots] = -1
-        self.lent = keep
+        try:
+            self._write(self.slot_row[slots[dirty]], slots[dirty])
+        finally:
+            self.slot_row[slots] = -1
+            self.lent = keep
 
     def flush(self) -> None:
-        """Write every dirty record home; the records stay cached, clean.  Paused only."""
+        """Write every dirty record home; the records stay cached, clean.  Paused only.
+
+        When the device is dead this raises once, saying what is lost; what was written home before stays readable.
+        """
+        if self.lost:
+            return
         slots = np.flatnonzero(self.dirty).astype(np.int32)
-        self._write(self.slot_row[slots], slots)
+        try:
+            self._write(self.slot_row[slots], slots)
+        except DeviceError as error:
+            self.lost = error.sticky
+            if not error.sticky:
+                raise
+            told = type(error)(
+                f"{slots.size:,} changed rows of the cache could not be brought home, since the device is lost; the "
+                f"tables in host memory hold what was written back before, and can be read and saved: {error}"
+            )
+            told.__dict__.update(error.__dict__)
+            raise told from error
 
     def refresh(self) -> None:
         """Read every cached record again, after the store was changed from outside.  Paused only."""

@@ -13,6 +13,7 @@ the trainer's.  `_planning` guards the planner and `pending` (plans that are not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -27,7 +28,7 @@ from .cache import Cache
 from .counts import Counts, Ended, ended
 from .deferred import Deferred
 from .driver.base import Driver, Segments, Update, Verdict
-from .errors import CacheTooSmallError, UsageError
+from .errors import CacheTooSmallError, DeviceError, UsageError
 from .gradient import applied_gradient
 from .loans import Loans
 from .lookups import FeatureSlot, Lookups
@@ -229,7 +230,9 @@ class Group:
         step, self.step = self.step, None
         if step is not None:
             try:
-                if self.deferred is not None:
+                if self.driver.dead:
+                    step.take()  # whoever has heard of it ends the step now
+                elif self.deferred is not None:
                     self.deferred.earlier += step.take()
                 else:
                     self._apply(step)
@@ -268,12 +271,22 @@ class Group:
         self.end()
         with self._planning:
             if self.pending or self.planner.window:
-                self.cache.grow(0 if self.resident else self.planner.cache_rows)
-                self.planner.reset(self.cache.planned_rows())
+                self.planner.reset(self._slots_to_be())
                 self.pending.clear()
                 self._announced.clear()
             self.records.forget_plans()
             self.completed = self.planner.scanned - 1
+
+    def _slots_to_be(self) -> np.ndarray:
+        """Row in each slot that the planner knows of; slots that the device has no room for are empty, and the next
+        plan asks for them again."""
+        slots = self.planner.cache_rows
+        if self.resident:
+            return self.cache.planned_rows()
+        with contextlib.suppress(DeviceError):
+            self.cache.grow(slots)
+        missing = np.full(slots - self.cache.rows, -1, np.int64)
+        return np.concatenate([self.cache.planned_rows(), missing]) if missing.size else self.cache.planned_rows()
 
     def training_slots(self, lookups: Lookups) -> Call:
         """The slots of a forward call that may be followed by a backward, brought in if need be."""
@@ -400,7 +413,8 @@ class Group:
         if not self.in_place:
             with self.cache.pause():
                 self.cache.flush()
-                self.store.remember("table_steps", self.records.table_steps.tolist())
+                if not self.driver.dead:
+                    self.store.remember("table_steps", self.records.table_steps.tolist())
                 self.store.flush()
 
     def table_values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -469,12 +483,18 @@ class Group:
         if self.closed:
             return
         self.abandon()
-        self._bring_home()
+        try:
+            self._bring_home()
+        except DeviceError as error:
+            if not error.sticky:
+                raise
+            log.error("%s", error)
         self.closed = True
         self.records.close()
         self.store.close()
         try:
-            self.driver.finish()
+            if not self.driver.dead:
+                self.driver.finish()
         finally:
             self.driver.close()
 

@@ -7,7 +7,7 @@ staged, and whether a record's weights and state lie together.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,28 +18,34 @@ from cdlrm.driver.gpu import GpuDriver
 
 
 class Emulated:
-    """Drivers of the emulated GPU, one a module; `seeds` tells how many there were."""
+    """Drivers of the emulated GPU, one a module."""
 
     def __init__(self, first: int = 0, **settings: Any) -> None:
-        self.seeds = itertools.count(first)
-        self.settings = settings
-        self.drivers: list[GpuDriver] = []
-        self.made = 0
+        self.first, self.settings = first, settings
+        self.made = 0  # drivers, each with a seed of its own
+        self.prepare: Callable[[Any], None] = lambda backend: None  # called with each backend before it is used
 
     def driver(self, chosen: Chosen) -> GpuDriver:
+        rng = np.random.default_rng(self.first + self.made)
+        return self._make(zero_copy=bool(rng.random() < 0.6), padded=bool(rng.random() < 0.5))
+
+    def zero_copy_driver(self, chosen: Chosen) -> GpuDriver:
+        return self._make(zero_copy=True, padded=False)
+
+    def staged_driver(self, chosen: Chosen) -> GpuDriver:
+        return self._make(zero_copy=False, padded=False)
+
+    def _make(self, **how: bool) -> GpuDriver:
         from emulator.backend import EmulatedBackend
 
-        seed = next(self.seeds)
-        rng = np.random.default_rng(seed)
-        backend = EmulatedBackend(seed, **self.settings)
-        made = GpuDriver(backend, zero_copy=bool(rng.random() < 0.6), padded=bool(rng.random() < 0.5))
+        backend = EmulatedBackend(self.first + self.made, **self.settings)
         self.made += 1
-        self.drivers = [*self.drivers[-7:], made]
-        return made
+        self.prepare(backend)
+        return GpuDriver(backend, **how)
 
 
 def use(monkeypatch: Any, first: int = 0, **settings: Any) -> Emulated:
     """From now on device "cpu" and "auto" are the emulated GPU."""
     emulated = Emulated(first, **settings)
-    monkeypatch.setitem(placement.DRIVERS, "cpu", emulated.driver)
+    monkeypatch.setitem(placement.DRIVERS, "cpu", lambda chosen: emulated.driver(chosen))
     return emulated

@@ -176,6 +176,7 @@ class Driver(ABC):
     name: str
     device: torch.device  # of outputs, gradients and anchors
     in_place: bool  # resident rows are trained where the store keeps them
+    dead: bool = False  # an error that it cannot recover from: it does nothing any more
     host: CpuDriver  # for work on the host: segments, copies
 
     def prepare(self, record_widths: Sequence[tuple[int, int]]) -> None:  # noqa: B027

@@ -50,7 +50,6 @@ class GpuDriver(Driver):
         self.host = CpuDriver()
         self.transfer = backend.new_stream()
         self.verdicts = Verdicts(backend)
-        self.stage = ""
         self._open = 0  # records that are in use
         self._notes = [why] if why else []
 

@@ -11,15 +11,17 @@ So the host never waits, except for a slot of the ring whose batch has not run y
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import DeviceError
 from ..lookups import Lookups
 from ..optim import Optimizer
 from ..plan.kernels import tables_of
@@ -38,8 +40,38 @@ if TYPE_CHECKING:
     from ..store import Store
     from .gpu import GpuDriver
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 PIECE_ROWS = 1 << 16  # rows moved at once outside of plans
 OUTPUTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _named(stage: str) -> Callable[[Method], Method]:
+    """Errors of the device say in which stage they came to light, and for which batch."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: GpuRecords, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except DeviceError as error:
+                self.driver.dead = self.driver.dead or error.sticky
+                batch = next((number for arg in (*args, *kwargs.values()) if (number := _batch_of(arg)) >= 0), -1)
+                told = type(error)(f"{stage}{f' of batch {batch}' if batch >= 0 else ''}: {error}")
+                told.__dict__.update(error.__dict__)
+                raise told from error
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _batch_of(argument: Any) -> int:
+    """The batch that a plan, a call or an update belongs to; -1: another kind of argument."""
+    if isinstance(argument, Update):
+        argument = argument.calls[0]
+    owner = getattr(argument, "step", argument)
+    return int(getattr(owner, "batch", -1))
 
 
 @dataclass
@@ -93,6 +125,7 @@ class GpuRecords(Records):
         self.backend.synchronize(self.backend.record(self.transfer), "start")
         return slot, {name: slot.at(name) for name in arrays}, makes
 
+    @_named("growth of the cache")
     def resize(self, rows: int, spans: Sequence[tuple[int, int, int]]) -> None:
         """Waits for the device: nothing may use the memory that is left."""
         backend, stream = self.backend, self.transfer
@@ -114,8 +147,8 @@ class GpuRecords(Records):
 
     # --- the way to and from the store ---
 
+    @_named("transfer")
     def begin(self, plan: Plan, rows: np.ndarray, slots: np.ndarray) -> None:
-        self.driver.stage = f"transfer of batch {plan.batch}"
         self._order_transfer(plan.wait_for)
         self.carrier.before_read(plan.fill_rows)
         layout, segments = Layout(), Segments(plan.seg_slot, plan.seg_start, plan.seg_lookup, plan.seg_row)
@@ -167,6 +200,7 @@ class GpuRecords(Records):
             self.carrier.gather(slot, fills[0][:copied])
         return slot
 
+    @_named("write-back")
     def write(self, rows: np.ndarray, slots: np.ndarray, plan: Plan | None = None) -> None:
         if plan is not None:
             self._evict(plan.staged.slot, rows)
@@ -179,6 +213,7 @@ class GpuRecords(Records):
         self.ring.land_all()
         self.backend.synchronize(self.backend.record(self.transfer), "write home")
 
+    @_named("fill")
     def read(self, rows: np.ndarray, slots: np.ndarray, plan: Plan | None = None) -> int:
         if plan is not None:
             self._fill(plan.staged.slot, rows.size, plan.staged.copied)
@@ -197,7 +232,6 @@ class GpuRecords(Records):
 
     def _move(self, evicts: Any, fills: Any, copied: int) -> Slot:
         """Lists of a move outside of plans, on the device; after all that was computed."""
-        self.driver.stage = "a transfer outside of plans"
         self.backend.wait(self.transfer, self.backend.record(self.backend.compute_stream()))
         slot = self._take_moves(Layout(), evicts, fills, copied)
         self.ring.upload(slot, self.transfer)
@@ -221,18 +255,21 @@ class GpuRecords(Records):
         self._moved = plan.staged.slot.ready = self.backend.record(self.transfer)
 
     def batch_ended(self, plan: Plan) -> None:
+        if self.driver.dead:
+            return
         event = self.backend.record(self.backend.compute_stream())
         self._ended.append((plan.batch, event))
         self._release(plan.batch, event)
 
     def fence(self) -> None:
-        self._fence = self.backend.record(self.backend.compute_stream())
+        if not self.driver.dead:
+            self._fence = self.backend.record(self.backend.compute_stream())
 
     def forget_plans(self) -> None:
         """Plans that were executed and will not be trained."""
         self.fence()
         for batch in list(self._staged):
-            self._release(batch, self.backend.record(self.transfer))
+            self._release(batch, None if self.driver.dead else self.backend.record(self.transfer))
 
     def _release(self, batch: int, event: Event) -> None:
         staging = self._staged.pop(batch, None)
@@ -242,9 +279,9 @@ class GpuRecords(Records):
 
     # --- kernels ---
 
+    @_named("lookup")
     def lookup(self, slots: np.ndarray, lookups: Lookups, out: Tensor, call: Call | None = None) -> None:
         stream = self.backend.compute_stream()
-        self.driver.stage = "lookup"
         staging = self._staging_of(call)
         if staging is not None and call is not None:
             number = call.announced
@@ -286,9 +323,9 @@ class GpuRecords(Records):
         slot = self._upload(layout, stream)
         return slot.at("weights"), slot
 
+    @_named("gradient of per-sample weights")
     def weight_grad(self, call: Call, grad: Tensor) -> Tensor:
         stream, lookups = self.backend.compute_stream(), call.lookups
-        self.driver.stage = "gradient of per-sample weights"
         out = self.backend.output((lookups.rows.size,), torch.float32)
         staging, extra = self._staging_of(call), None
         if staging is not None and len(staging.lookups) == 1:
@@ -319,9 +356,9 @@ class GpuRecords(Records):
                 length[lookups.lookup_row] = divisors(lookups)
             call.grad = grad / torch.from_numpy(length).to(grad.device)[:, None]
 
+    @_named("update")
     def update(self, update: Update) -> None:
         stream = self.backend.compute_stream()
-        self.driver.stage = "update"
         calls, extra = update.calls, None
         lookups = [call.lookups for call in calls]
         divided = calls[0].divided
@@ -393,11 +430,12 @@ class GpuRecords(Records):
         if self.closed:
             return
         self.closed = True
-        self.forget_plans()
-        self.backend.synchronize(self.backend.record(self.backend.compute_stream()), "close")
-        self.backend.synchronize(self.backend.record(self.transfer), "close")
-        self.ring.close()
-        self.extra.close()
+        if not self.driver.dead:
+            self.forget_plans()
+            self.backend.synchronize(self.backend.record(self.backend.compute_stream()), "close")
+            self.backend.synchronize(self.backend.record(self.transfer), "close")
+            self.ring.close()
+            self.extra.close()
         self.carrier.close()
         self.driver.records_closed()
 

@@ -1,0 +1,335 @@
+"""The GPU driver on the emulated GPU: what it launches, copies and waits for; what it does when something fails."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated import Emulated, use
+from emulator.compile import compiler
+from emulator.watch import RaceError
+from oracle import Oracle
+from scenarios import InputShape, backward, random_grad, random_inputs, same_bits, same_tables, to_torch
+
+import cdlrm
+from cdlrm.driver import gpu_records, launches, signatures, staging
+from cdlrm.errors import DeviceError, DeviceMemoryError, NonFiniteGradientError, PinError
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated GPU cannot compile kernels")
+
+SPECS = [cdlrm.SGD(lr=0.1), cdlrm.RowWiseAdagrad(lr=0.1), cdlrm.Adagrad(lr=0.1), cdlrm.Adam(lr=0.05)]
+
+
+def tables(count: int, rows: int = 40, dim: int = 8, pooling: str = "sum") -> list[cdlrm.Table]:
+    return [cdlrm.Table(f"t{i}", rows, dim, pooling=pooling) for i in range(count)]
+
+
+def one_hot(rng: np.random.Generator, some: list[cdlrm.Table], batch: int) -> Any:
+    return {t.name: (rng.integers(0, t.num_embeddings, batch), None, None) for t in some}
+
+
+def multi_hot(rng: np.random.Generator, some: list[cdlrm.Table]) -> Any:
+    return random_inputs(rng, some, InputShape(max_batch=5, max_bag=3, empty_batches=False))
+
+
+def train(ebc: Any, oracle: Oracle, inputs: list[Any], **ahead: Any) -> None:
+    rng = np.random.default_rng(1)
+    loader = [to_torch(each) for each in inputs]
+    for j, batch in enumerate(cdlrm.lookahead(ebc, loader, **ahead)):
+        want = oracle.forward(inputs[j])
+        out = ebc(batch)
+        same_bits(out, want, f"batch {j}")
+        grad = random_grad(rng, want)
+        backward(out, grad)
+        oracle.backward(grad)
+
+
+def backend_of(ebc: Any) -> Any:
+    return ebc.groups[0].driver.backend
+
+
+# --- point 2: no work that grows ---
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("count", [1, 26, 260])
+def test_launches_copies_and_waits_of_a_step(monkeypatch: Any, spec: Any, count: int) -> None:
+    """At most 8 launches a group and step, one copy to the device, no wait; bytes are those of the moves."""
+    emulated = use(monkeypatch)
+    emulated.settings = {"check": False, "compare": 0}
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
+    rng = np.random.default_rng(count)
+    some, batches = tables(count), 12
+    inputs = [one_hot(rng, some, 300 if count == 1 else 6) for _ in range(batches)]
+    with_long_rows = count == 1
+    if with_long_rows:  # one row that more than 256 lookups hit
+        inputs = [{"t0": (np.where(rng.random(600) < 0.7, 3, i["t0"][0].repeat(2)), None, None)} for i in inputs]
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=30 * count)
+    oracle = Oracle(some, spec)
+    train(ebc, oracle, inputs[:6])  # buffers reach their size
+    traffic, stats = backend_of(ebc).traffic, ebc.stats()
+    before = [Counter(traffic.launches), Counter(traffic.copies), Counter(traffic.copied_bytes)]
+    waits = Counter(traffic.synchronizations)
+    train(ebc, oracle, inputs[6:], horizon=4)
+    launches_made = traffic.launches - before[0]
+    steps = batches - 6
+    assert sum(launches_made.values()) <= 8 * steps
+    kernels = {"fill", "evict", "lookup", "finite", "update_short"} | ({"chunk_sums", "update_long"} if with_long_rows else set())
+    assert set(launches_made) <= kernels and all(n <= steps for n in launches_made.values())
+    assert (traffic.copies - before[1])["h2d"] == steps, "one copy for plan and inputs"
+    assert not (traffic.copies - before[1])["d2h"]
+    assert set(traffic.synchronizations - waits) <= {"ring"}, "the trainer waits for nothing"
+    assert ebc.stats()["fills"] > stats["fills"]
+    same_tables(ebc, oracle, "end")
+    ebc.close()
+
+
+def test_bytes_over_the_link_are_those_of_the_moves(monkeypatch: Any) -> None:
+    """Staged: fills of trained rows come with the plan's copy, dirty evicts go by one copy of their records."""
+    emulated = use(monkeypatch)
+    monkeypatch.setattr(Emulated, "driver", Emulated.staged_driver)
+    assert emulated.made == 0
+    rng, some = np.random.default_rng(0), tables(2)
+    inputs = [one_hot(rng, some, 12) for _ in range(20)]
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adagrad(lr=0.1), cache_rows=40)
+    oracle = Oracle(some, cdlrm.Adagrad(lr=0.1))
+    traffic = backend_of(ebc).traffic
+    train(ebc, oracle, inputs)
+    stats = ebc.stats()
+    assert stats["evicts_written"] > 0 and stats["fills_copied"] > 0
+    record = ebc.groups[0].store.record_bytes
+    assert traffic.copied_bytes["d2h"] == stats["evicts_written"] * record
+    plan_bytes = traffic.copied_bytes["h2d"] - stats["fills_copied"] * record
+    # Per batch a dozen arrays, each padded to 256 bytes; nothing else.
+    assert 0 < plan_bytes < 20 * 256 * 24 + 4096
+    same_tables(ebc, oracle, "end")
+    ebc.close()
+
+
+# --- races that are planted ---
+
+
+def run_small(seed: int = 0, **settings: Any) -> None:
+    rng, some = np.random.default_rng(seed), tables(2, rows=30)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adagrad(lr=0.1), cache_rows=24, seed=3, **settings)
+    train(ebc, Oracle(some, cdlrm.Adagrad(lr=0.1), 3), [one_hot(rng, some, 8) for _ in range(14)])
+    ebc.close()
+
+
+def test_nothing_is_found_where_nothing_is_planted(monkeypatch: Any) -> None:
+    use(monkeypatch)
+    for seed in range(4):
+        run_small(seed)
+
+
+@pytest.mark.parametrize("wait", ["before transfer", "before lookup"])
+def test_a_missing_wait_is_caught(monkeypatch: Any, wait: str) -> None:
+    emulated = use(monkeypatch)
+    if wait == "before transfer":
+        monkeypatch.setattr(gpu_records.GpuRecords, "_order_transfer", lambda self, wait_for: None)
+    else:
+        executed = gpu_records.GpuRecords.executed
+
+        def forgetful(self: Any, plan: Any) -> None:
+            early = self.backend.record(self.backend.new_stream())
+            executed(self, plan)
+            plan.staged.slot.ready = early
+
+        monkeypatch.setattr(gpu_records.GpuRecords, "executed", forgetful)
+    with pytest.raises(RaceError):
+        run_small()
+    assert emulated.made
+
+
+def test_a_slot_that_is_used_again_too_early_is_caught(monkeypatch: Any) -> None:
+    use(monkeypatch)
+
+    def hasty(self: Any, slot: Any) -> None:
+        slot.event = None
+        self.land(slot)
+
+    monkeypatch.setattr(staging.Ring, "settle", hasty)
+    with pytest.raises(RaceError):
+        run_small()
+
+
+def test_an_argument_of_the_wrong_type_is_caught(monkeypatch: Any) -> None:
+    use(monkeypatch)
+    pack = signatures.pack
+
+    def careless(name: str, values: Any) -> Any:
+        args = pack(name, values)
+        return tuple(int(a) if isinstance(a, np.int32) else a for a in args) if name == "lookup" else args
+
+    monkeypatch.setattr(launches.signatures, "pack", careless)
+    with pytest.raises(TypeError, match="lookup"):
+        run_small()
+
+
+# --- non-finite gradients ---
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_gradient_that_is_not_finite_is_raised_in_time_and_stops_every_later_update(
+    monkeypatch: Any, depth: int
+) -> None:
+    use(monkeypatch, 5 + depth)
+    rng, some, bad = np.random.default_rng(0), tables(2), 6
+    inputs = [one_hot(rng, some, 8) for _ in range(30)]
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=60)
+    oracle, trained = Oracle(some, cdlrm.Adam(lr=0.1)), 0
+    look = cdlrm.lookahead(ebc, [to_torch(i) for i in inputs], prefetch_depth=depth)
+    with pytest.raises(NonFiniteGradientError, match=f"batch {bad}:"):
+        for j, batch in enumerate(look):
+            out = ebc(batch)
+            grad = torch.ones_like(out)
+            if j < bad:
+                oracle.forward(inputs[j])
+                oracle.backward(np.ones(out.shape, np.float32))
+            if j == bad:
+                grad[0, 0, 0] = float("nan")
+            out.backward(grad)
+            trained = j
+    assert bad <= trained <= bad + depth + 2
+    look.close()
+    same_tables(ebc, oracle, "as of the batch before")
+    ebc.close()
+
+
+# --- faults ---
+
+
+def test_no_room_to_grow(monkeypatch: Any) -> None:
+    """The error names batch and stage; afterwards training goes on, exactly, once there is room."""
+    use(monkeypatch, 1)
+    some = tables(2, rows=50)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=10)
+    oracle = Oracle(some, cdlrm.SGD(lr=0.1))
+    rng = np.random.default_rng(0)
+    train(ebc, oracle, [one_hot(rng, some, 4) for _ in range(3)])
+    big = one_hot(rng, some, 20)
+    backend_of(ebc).fail_at("alloc", 1)
+    with pytest.raises(DeviceMemoryError, match="growth of the cache"):
+        ebc(to_torch(big))
+    ebc.check()
+    train(ebc, oracle, [big, one_hot(rng, some, 4)])
+    same_tables(ebc, oracle, "after growth")
+    ebc.close()
+
+
+def test_tables_that_cannot_be_pinned_are_staged_and_said(monkeypatch: Any, caplog: Any) -> None:
+    emulated = use(monkeypatch)
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
+    emulated.prepare = lambda backend: backend.fail_at("register", 1)
+    some = tables(2)
+    with caplog.at_level(logging.WARNING, "cdlrm"):
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)
+    assert "staging" in caplog.text and any("staging" in note for note in ebc.notes)
+    oracle, rng = Oracle(some, cdlrm.SGD(lr=0.1)), np.random.default_rng(0)
+    train(ebc, oracle, [one_hot(rng, some, 5) for _ in range(6)])
+    same_tables(ebc, oracle, "staged")
+    ebc.close()
+
+
+def test_no_pinned_memory_for_plans(monkeypatch: Any) -> None:
+    emulated = use(monkeypatch)
+    emulated.prepare = lambda backend: backend.fail_at("pinned", 1)
+    with pytest.raises(PinError):
+        cdlrm.EmbeddingBagCollection(tables(1), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)
+
+
+@pytest.mark.parametrize("kernel", ["fill", "lookup", "update_short"])
+def test_a_kernel_that_does_not_compile(monkeypatch: Any, kernel: str) -> None:
+    emulated = use(monkeypatch)
+    emulated.prepare = lambda backend: backend.fail_at(f"compile:{kernel}", 1)
+    with pytest.raises(cdlrm.CompileError) as caught:
+        run_small()
+    assert caught.value.log
+
+
+@pytest.mark.parametrize("fault", ["kernel:fill", "kernel:evict", "kernel:lookup", "kernel:update_short", "copy:h2d"])
+def test_a_device_that_is_lost(monkeypatch: Any, caplog: Any, fault: str) -> None:
+    """The error names the stage; nothing hangs, `close` is clean and says what is lost, host tables stay readable."""
+    use(monkeypatch, 3)
+    some, rng = tables(2, rows=60), np.random.default_rng(0)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30)
+    oracle = Oracle(some, cdlrm.SGD(lr=0.1))
+    train(ebc, oracle, [one_hot(rng, some, 8) for _ in range(8)])
+    ebc.flush()
+    saved = {key: value.clone() for key, value in ebc.state_dict().items()}
+    backend_of(ebc).fail_at(fault, 3)
+    look = cdlrm.lookahead(ebc, [to_torch(one_hot(rng, some, 8)) for _ in range(40)])
+    with pytest.raises(DeviceError) as caught:
+        for batch in look:
+            ebc(batch).sum().backward()
+        ebc.flush()
+    assert caught.value.sticky
+    look.close()
+    with caplog.at_level(logging.ERROR, "cdlrm"):
+        ebc.close()
+    assert "could not be brought home" in caplog.text or not ebc.groups[0].cache.dirty.any()
+    weights = {key: value for key, value in ebc.state_dict().items()}
+    for key, value in weights.items():
+        assert value.shape == saved[key].shape and torch.isfinite(value).all()
+
+
+def test_ctrl_c_in_the_middle_of_a_transfer(monkeypatch: Any) -> None:
+    """Nothing hangs, and what was trained is in the tables."""
+    use(monkeypatch, 2)
+    some, rng = tables(2, rows=60), np.random.default_rng(0)
+    inputs = [one_hot(rng, some, 8) for _ in range(20)]
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30)
+    oracle = Oracle(some, cdlrm.SGD(lr=0.1))
+    fill, calls = gpu_records.GpuRecords._fill, []
+
+    def interrupted(self: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        fill(self, *args)
+
+    monkeypatch.setattr(gpu_records.GpuRecords, "_fill", interrupted)
+    rng, done = np.random.default_rng(1), 0
+    with pytest.raises((KeyboardInterrupt, cdlrm.PipelineError)):
+        for j, batch in enumerate(cdlrm.lookahead(ebc, [to_torch(i) for i in inputs])):
+            out, want = ebc(batch), oracle.forward(inputs[j])
+            grad = random_grad(rng, want)
+            backward(out, grad)
+            oracle.backward(grad)
+            done = j + 1
+    assert 0 < done < len(inputs)
+    ebc.check()
+    same_tables(ebc, oracle, "after Ctrl-C")
+    train(ebc, oracle, inputs[done:])
+    same_tables(ebc, oracle, "went on")
+    ebc.close()
+
+
+# --- ids and inputs that a plan has not brought ---
+
+
+def test_several_calls_a_step_weights_that_learn_and_unannounced_ids(monkeypatch: Any) -> None:
+    """Uploads besides the plan's: exact as well."""
+    use(monkeypatch, 11)
+    some = tables(2, rows=30, dim=6, pooling="sum")
+    spec = cdlrm.Adam(lr=0.05)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=30)
+    oracle, rng = Oracle(some, spec), np.random.default_rng(2)
+    shape = InputShape(max_batch=4, max_bag=3, weighted={"t0"}, empty_batches=False)
+    inputs = [random_inputs(rng, some, shape) for _ in range(10)]
+    others = [random_inputs(rng, some, shape) for _ in range(10)]
+    for j, batch in enumerate(cdlrm.lookahead(ebc, [to_torch(i) for i in inputs])):
+        calls = [(inputs[j], batch), (others[j], to_torch(others[j]))]
+        wants = [oracle.forward(i) for i, _ in calls]
+        outs = [ebc(b) for _, b in calls]
+        grads = [random_grad(rng, want) for want in wants]
+        for out, want in zip(outs, wants, strict=True):
+            same_bits(out, want, f"batch {j}")
+        torch.autograd.backward(outs, [torch.from_numpy(g) for g in grads])
+        oracle.backward_all(grads) if hasattr(oracle, "backward_all") else oracle.backward(*grads)
+    same_tables(ebc, oracle, "end")
+    ebc.close()
