@@ -9,10 +9,13 @@ import numpy as np
 
 from cdlrm.driver import signatures
 
-from .compile import compiled, team_threads
+from .compile import FLAGS, compiled, team_threads
 
 F = np.float32
 CHUNK = 256
+
+
+flags = FLAGS  # how launch() compiles
 
 
 def launch(name: str, variant: signatures.Variant, owners: int, seed: int = 0, **values: Any) -> None:
@@ -20,7 +23,7 @@ def launch(name: str, variant: signatures.Variant, owners: int, seed: int = 0, *
     args = {key: value.ctypes.data if isinstance(value, np.ndarray) else value for key, value in values.items()}
     grid = -(-owners // (signatures.BLOCK_THREADS // team_threads(variant, name))) + 1
     order = np.random.default_rng(seed).permutation(grid)
-    compiled().run(name, variant, grid, signatures.pack(name, args), [(int(b), int(b) + 1) for b in order])
+    compiled(flags).run(name, variant, grid, signatures.pack(name, args), [(int(b), int(b) + 1) for b in order])
 
 
 def floats(count: int, offset: int = 0) -> np.ndarray:
