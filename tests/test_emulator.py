@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -422,6 +423,25 @@ def test_an_unordered_program_has_several_results() -> None:
             device.synchronize(device.record(stream), "test")
         results.add(bytes(bytes_at(device, cache.address, 16)))
     assert results == {b"\1" * 16, b"\2" * 16}
+
+
+def test_ctrl_c_loses_no_work_and_runs_none_twice() -> None:
+    ran = []
+
+    def interrupted(kernel: str, variant: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        ran.append(int(args[2]))
+        run_on_host(kernel, variant, grid, args)
+
+    before = signal.getsignal(signal.SIGINT)
+    device = backend(style="late", run=interrupted)
+    cache, compute = device.alloc(64), device.compute_stream()
+    for vectors in (1, 2):
+        stream_copy(device, cache.address, cache.address + 32, vectors, compute)
+    event = device.record(compute)
+    with pytest.raises(KeyboardInterrupt):
+        device.synchronize(event, "test")
+    assert ran == [1, 2] and device.is_done(event) and signal.getsignal(signal.SIGINT) is before
 
 
 def test_threads_may_issue_at_once() -> None:

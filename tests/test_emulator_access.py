@@ -126,13 +126,14 @@ class OnDevice:
         self.device = EmulatedBackend(style="early", compare=1)
         self.images: dict[str, np.ndarray] = {}
         self.buffers = {}
+        self.itemsizes = {}
         for name, value in values.items():
             if isinstance(value, np.ndarray):
                 low, high = np.lib.array_utils.byte_bounds(value) if value.size else (0, 0)
                 self.images[name] = np.zeros(high - low, np.uint8)
                 if value.size:
                     self.images[name][:] = np.ctypeslib.as_array((_BYTE * (high - low)).from_address(low))
-                self.buffers[name] = self.device.alloc(high - low)
+                self.buffers[name], self.itemsizes[name] = self.device.alloc(high - low), value.itemsize
         addresses = {name: buffer.address for name, buffer in self.buffers.items()}
         self.args = signatures.pack(kernel, {**values, **addresses})
 
@@ -178,7 +179,7 @@ def test_nothing_else_is_written_and_nothing_else_makes_a_difference(kernel: str
         other = {}
         for name, image in on.images.items():
             free = ~(reads[name] | writes[name])
-            free[np.arange(len(free)) % 4 != 0] = False  # the lowest bits: numbers of rows stay harmless
+            free[np.arange(len(free)) % on.itemsizes[name] != 0] = False  # lowest bits: numbers of rows stay harmless
             other[name] = image ^ free.astype(np.uint8)
         second = on.run(other)
         for name in on.images:

@@ -157,7 +157,7 @@ class Memory:
         return region.data[at : at + size].view(dtype)
 
     def live(self, kind: str) -> list[Region]:
-        return [region for region in self._regions.values() if region.live and region.kind == kind]
+        return [region for region in list(self._regions.values()) if region.live and region.kind == kind]
 
 
 class EmulatedBuffer(DeviceBuffer):
