@@ -28,7 +28,7 @@ from .cache import Cache
 from .counts import Counts, Ended, ended
 from .deferred import Deferred
 from .driver.base import Driver, Segments, Update, Verdict
-from .errors import CacheTooSmallError, DeviceError, UsageError
+from .errors import CacheTooSmallError, DeviceError, NonFiniteGradientError, UsageError
 from .gradient import applied_gradient
 from .loans import Loans
 from .lookups import FeatureSlot, Lookups
@@ -254,6 +254,17 @@ class Group:
         self.counts.skipped_steps += sum(verdict.known is False for verdict in self._undecided)
         self._undecided = waiting
 
+    def _hear(self, wait: bool = False) -> None:
+        """Raise what the device has told about earlier batches; on the trainer's thread, which then goes on or not."""
+        try:
+            if wait:
+                self.driver.finish()
+            else:
+                self.driver.poll()
+        except NonFiniteGradientError:
+            self.driver.resume()
+            raise
+
     def settle(self, force: bool = False) -> None:
         """Apply gradients that wait for calls which died (`force`: for any call)."""
         if self.deferred is None and self.step is not None and self.step.graded and (force or not self.step.waiting()):
@@ -275,6 +286,7 @@ class Group:
                 self.pending.clear()
                 self._announced.clear()
             self.records.forget_plans()
+            self.driver.resume()
             self.completed = self.planner.scanned - 1
 
     def _slots_to_be(self) -> np.ndarray:
@@ -291,7 +303,7 @@ class Group:
     def training_slots(self, lookups: Lookups) -> Call:
         """The slots of a forward call that may be followed by a backward, brought in if need be."""
         self.settle()
-        self.driver.poll()
+        self._hear()
         if self.attached is None:
             return self._on_demand(lookups)
         if self.step is None:
@@ -405,7 +417,7 @@ class Group:
     def flush(self) -> None:
         """Bring every record home: afterwards the store holds the newest values."""
         self._bring_home()
-        self.driver.finish()
+        self._hear(wait=True)
         self._decide()
 
     def _bring_home(self) -> None:

@@ -221,6 +221,9 @@ class Driver(ABC):
     def finish(self) -> None:  # noqa: B027
         """Wait until the device has told everything, and raise it."""
 
+    def resume(self) -> None:  # noqa: B027
+        """Whoever trains has heard of an error that stopped updates: they run again."""
+
     def close(self) -> None:  # noqa: B027 - a device without resources has nothing to do
         """Release threads and memory.  May be called twice."""
 

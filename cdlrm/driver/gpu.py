@@ -6,15 +6,16 @@ It never waits for the device on the training path, except where a slot of a rin
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PinError
+from ..errors import DeviceError, PinError
 from ..optim import SGD, Optimizer
 from ..store.ram import RamStore
 from .backend import Backend
@@ -96,12 +97,26 @@ class GpuDriver(Driver):
         return self.backend.output(shape, dtype)
 
     def hand_over(self) -> None:
-        self.backend.hand_over(self.backend.compute_stream())
+        with self._noting():
+            self.backend.hand_over(self.backend.compute_stream())
 
     # --- gradients ---
 
     def finite(self, grads: Sequence[Tensor], raising: bool, where: str) -> Verdict:
-        return self.verdicts.check(grads, raising, where)
+        with self._noting():
+            return self.verdicts.check(grads, raising, where)
+
+    def note(self, error: DeviceError) -> None:
+        """After a sticky error the device does nothing any more."""
+        self.dead = self.dead or error.sticky
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceError as error:
+            self.note(error)
+            raise
 
     def suppression(self, verdicts: Sequence[Verdict]) -> dict[str, int]:
         """What keeps an update from changing anything, for a kernel."""
@@ -113,10 +128,15 @@ class GpuDriver(Driver):
         return {"flag": one.flag, "number": one.number, "sticky": sticky}
 
     def poll(self) -> None:
-        self.verdicts.poll()
+        with self._noting():
+            self.verdicts.poll()
 
     def finish(self) -> None:
-        self.verdicts.finish()
+        with self._noting():
+            self.verdicts.finish()
+
+    def resume(self) -> None:
+        self.verdicts.resume()
 
     def sum_of_squares(self, calls: Sequence[Call], dim: int) -> float:
         """The sums are made by the update kernels themselves: one step of SGD with lr -1 on rows of zeros."""

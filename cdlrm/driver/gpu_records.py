@@ -55,7 +55,7 @@ def _named(stage: str) -> Callable[[Method], Method]:
             try:
                 return method(self, *args, **kwargs)
             except DeviceError as error:
-                self.driver.dead = self.driver.dead or error.sticky
+                self.driver.note(error)
                 batch = next((number for arg in (*args, *kwargs.values()) if (number := _batch_of(arg)) >= 0), -1)
                 told = type(error)(f"{stage}{f' of batch {batch}' if batch >= 0 else ''}: {error}")
                 told.__dict__.update(error.__dict__)
@@ -251,9 +251,11 @@ class GpuRecords(Records):
                   "initial_state": self.store.initial_state, **self._seed_addresses}  # fmt: skip
         self.launcher.launch("fill", (), count, self.transfer, values)
 
+    @_named("transfer")
     def executed(self, plan: Plan) -> None:
         self._moved = plan.staged.slot.ready = self.backend.record(self.transfer)
 
+    @_named("end")
     def batch_ended(self, plan: Plan) -> None:
         if self.driver.dead:
             return
@@ -261,10 +263,12 @@ class GpuRecords(Records):
         self._ended.append((plan.batch, event))
         self._release(plan.batch, event)
 
+    @_named("order of streams")
     def fence(self) -> None:
         if not self.driver.dead:
             self._fence = self.backend.record(self.backend.compute_stream())
 
+    @_named("end")
     def forget_plans(self) -> None:
         """Plans that were executed and will not be trained."""
         self.fence()

@@ -67,7 +67,7 @@ class Verdicts:
         backend.clear(self.flag_address, 4 * (FLAGS + 1), backend.compute_stream())
         self.number = 0
         self.waiting: deque[DeviceVerdict] = deque()
-        self._raised = False  # the sticky flag is to be cleared
+        self._cleared = True  # False: the sticky flag is set no longer than until the next check
         self._lock = threading.Lock()
 
     def check(self, grads: Sequence[Tensor], raising: bool, where: str) -> DeviceVerdict:
@@ -75,8 +75,8 @@ class Verdicts:
         backend = self.backend
         stream = backend.compute_stream()
         verdict = self._next(raising, where)
-        if self._raised:
-            self._raised = False
+        if not self._cleared:
+            self._cleared = True
             backend.clear(self.sticky, 4, stream)
         for grad in grads:
             grid = min(-(-grad.numel() // VALUES_PER_BLOCK), BLOCKS)
@@ -133,11 +133,14 @@ class Verdicts:
                 self.waiting.popleft()
             self.decide(verdict)
             if verdict.raising and not verdict.known:
-                self._raised = True
                 raise NonFiniteGradientError(
                     f"{verdict.where}: a gradient of the tables' output is not finite; neither it nor a later batch "
                     f'was applied; lower the learning rate, or use nonfinite="skip".'
                 )
+
+    def resume(self) -> None:
+        """Whoever trains has heard of the error: updates run again from the next check on."""
+        self._cleared = False
 
     def finish(self) -> None:
         """Like `poll`, but waits for those that are not done."""

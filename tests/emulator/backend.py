@@ -365,7 +365,7 @@ class EmulatedBackend(Backend):
 
     def _alive(self) -> None:
         if self._broken:
-            raise DeviceError(f"an error of work that was issued earlier: {self._broken}.")
+            raise DeviceError(f"an error of work that was issued earlier: {self._broken}.", sticky=True)
 
     def free_dropped(self) -> None:
         """Release what was dropped since the last call (dropping can happen anywhere, also inside a call)."""
