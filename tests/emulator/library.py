@@ -22,7 +22,7 @@ class MisalignedError(EmulatorError):
 @functools.cache
 def _library(file: str) -> ctypes.CDLL:
     library = ctypes.CDLL(str(compile_file(file, FLAGS, cache_folder())))
-    library.take_misaligned.restype = ctypes.c_void_p
+    library.take_fault.restype = ctypes.c_void_p
     return library
 
 
@@ -36,7 +36,7 @@ class Calls:
     def _load(self, kernel: Kernel, variant: tuple[Any, ...]) -> tuple[Any, Any]:
         library = _library(kernel.file)
         function = _FUNCTION((symbol(kernel.name, variant), library))
-        return self._functions.setdefault((kernel.name, variant), (function, library.take_misaligned))
+        return self._functions.setdefault((kernel.name, variant), (function, library.take_fault))
 
     def _cells(self, kernel: Kernel) -> tuple[Any, Any]:
         size = LAYOUTS[kernel.name].size
@@ -46,10 +46,10 @@ class Calls:
         return self._arguments.setdefault(kernel.name, (buffer, pointers))
 
     def __call__(self, name: str, variant: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> None:
-        function, take_misaligned = self._functions.get((name, variant)) or self._load(KERNELS[name], variant)
+        function, take_fault = self._functions.get((name, variant)) or self._load(KERNELS[name], variant)
         buffer, pointers = self._arguments.get(name) or self._cells(KERNELS[name])
         LAYOUTS[name].pack_into(buffer, 0, *args)
         function(0, grid, grid, ctypes.addressof(pointers))
-        address = take_misaligned()
-        if address is not None:
-            raise MisalignedError(f"kernel {name!r} {variant!r}: a vector access at {address:#x}, which is not aligned")
+        fault = take_fault()
+        if fault is not None:
+            raise MisalignedError(f"kernel {name!r} {variant!r}: a vector access at {fault:#x}, which is not aligned")
