@@ -48,8 +48,12 @@ class PipelineError(CdlrmError, RuntimeError):
 class DeviceError(CdlrmError, RuntimeError):
     """The device reported an error: a launch, or a copy or kernel issued earlier.
 
-    After an error of work that ran, the device does nothing more in this process; host tables stay readable.
+    `sticky`: work that ran has failed, and the device does nothing more in this process; host tables stay readable.
     """
+
+    def __init__(self, message: str, *, sticky: bool = False) -> None:
+        super().__init__(message)
+        self.sticky = sticky
 
 
 class DeviceMemoryError(DeviceError):

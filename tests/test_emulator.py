@@ -52,6 +52,7 @@ def test_a_missing_event_wait_is_caught_and_both_sides_are_named(style: str) -> 
         compute, transfer = device.compute_stream(), device.new_stream()
         cache, out, staging = device.alloc(64), device.alloc(64), device.pinned(64)
         staging.array[:] = 7
+        device.wait(transfer, device.record(compute))  # it is new memory
         device.copy(cache.address, staging.address, 64, "h2d", transfer)
         event = device.record(transfer)
         if not forgotten:
@@ -133,7 +134,7 @@ def test_use_after_free_is_caught_and_freed_memory_is_poisoned() -> None:
     region = device.memory.at(buffer.address)
     assert region is not None and (region.data == 0).all()
     del buffer
-    device.free_bytes()
+    device.hand_over(compute)
     assert (region.data == 0xFF).all()
     with pytest.raises(AccessError, match="after it was freed"):
         stream_copy(device, other.address, region.start, 1, compute)
@@ -164,13 +165,46 @@ def test_accesses_outside_of_memory_are_caught() -> None:
     fails("h2d copy: its source is device", lambda d, a, b, s: d.copy(a.address, b.address, 4, "h2d", s))
 
 
-def test_memory_dropped_with_work_pending_on_it_is_caught() -> None:
-    device = backend(style="early")
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("waits", [True, False])
+def test_device_memory_ends_in_the_order_of_the_compute_stream(style: str, waits: bool) -> None:
+    """As torch's allocator has it: the work of another stream on it must come before, by an event."""
+    device = backend(style=style)
+    compute, transfer = device.compute_stream(), device.new_stream()
     buffer = device.alloc(64)
-    device.clear(buffer.address, 64, device.compute_stream())
-    event = device.record(device.compute_stream())
+    device.clear(buffer.address, 64, compute)
+    device.wait(transfer, device.record(compute))
+    device.clear(buffer.address, 64, transfer)
+    event = device.record(transfer)
+    if waits:
+        device.wait(compute, event)
+    before = device.free_bytes()
     del buffer
-    with pytest.raises(RaceError, match="the end of memory.*clear"):
+    if waits:
+        assert device.free_bytes() == before + 64
+        device.hand_over(compute)
+        device.synchronize(device.record(compute), "test")
+        assert not device.memory.live("device")
+        return
+    with pytest.raises((RaceError, AccessError), match="the end of memory.*clear|clear.*after it was freed"):
+        device.synchronize(device.record(compute), "test")
+        device.synchronize(event, "test")
+
+
+def test_new_device_memory_may_still_be_used_by_the_compute_stream() -> None:
+    device = backend(style="early")
+    with pytest.raises(RaceError, match="clear"):
+        device.clear(device.alloc(64).address, 64, device.new_stream())
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_pinned_memory_dropped_with_work_pending_on_it_is_caught(style: str) -> None:
+    device = backend(style=style)
+    buffer, ring, compute = device.alloc(64), device.pinned(64), device.compute_stream()
+    device.copy(buffer.address, ring.address, 64, "h2d", compute)
+    event = device.record(compute)
+    del ring
+    with pytest.raises((RaceError, AccessError), match="the end of memory.*h2d copy|h2d copy.*after it was freed"):
         device.synchronize(event, "test")
 
 
