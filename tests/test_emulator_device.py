@@ -89,7 +89,7 @@ def test_a_tensor_is_read_as_it_was_when_its_address_was_taken() -> None:
 def test_torchs_tensors_are_of_the_compute_stream() -> None:
     device = backend()
     transfer, out = device.new_stream(), device.output((4,), torch.float32)
-    with pytest.raises(RaceError, match="torch's own work"):
+    with pytest.raises(RaceError, match="torch's own before"):
         device.clear(device.address(out), 16, transfer)
         device.hand_over(transfer)
 
