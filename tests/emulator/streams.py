@@ -64,7 +64,7 @@ class Scheduler:
         return stream
 
     def event(self, stream: VirtualStream, clock: np.ndarray) -> VirtualEvent:
-        return VirtualEvent(stream, clock, self.random.randrange(8))
+        return VirtualEvent(stream, clock, 0 if self.style == "early" else self.random.randrange(8))
 
     def enqueue(self, operation: Operation) -> None:
         operation.stream.queue.append(operation)
