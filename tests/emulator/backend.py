@@ -71,7 +71,6 @@ class EmulatedBackend(Backend):
         self._compute = self.new_stream_named("compute")
         self._entered = Entered(self)
         self._freed: deque[Region] = deque()  # dropped, perhaps in the middle of a call
-        self._leaving: deque[tuple[int, Region]] = deque()  # torch's, until the compute stream has run so far
         self._lent: deque[tuple[int, Region]] = deque()  # copies of torch's tensors
         self._used_bytes = 0
         self._host_ms = 0.0
@@ -119,16 +118,18 @@ class EmulatedBackend(Backend):
             self._scheduler.issue(operation)
 
     def is_done(self, event: VirtualEvent) -> bool:
+        """May say no of what has run: a device might be slower.  Who asks again and again sees it done in the end."""
         with self._entered:
             self._alive()
             self._scheduler.some()
-            event.patience -= 1
-            if event.patience < 0:  # who asks again and again sees it done in the end
-                self._scheduler.finish(event)
+            if not self._clocks.covers(0, event.clock):
+                event.patience -= 1
+                if event.patience >= 0:
+                    return False
+            self._scheduler.finish(event)
             self._alive()
-            if event.done:
-                self._clocks.join(0, event.clock)
-            return event.done
+            self._clocks.join(0, event.clock)
+            return True
 
     def synchronize(self, event: VirtualEvent, reason: str) -> None:
         with self._entered:
@@ -153,7 +154,7 @@ class EmulatedBackend(Backend):
             self._alive()
             self._scheduler.some()
             while self._lent and self._lent[0][0] < self._compute.issued:
-                self._leaving.append((self._compute.issued, self._lent.popleft()[1]))
+                self._free_in_order(self._lent.popleft()[1])
 
     # --- memory ---
 
@@ -163,11 +164,14 @@ class EmulatedBackend(Backend):
             return EmulatedBuffer(self._allocate("device", nbytes), self._freed)
 
     def _allocate(self, kind: str, nbytes: int) -> Region:
+        """Memory of torch's allocator: its last user, as its next one, is the compute stream."""
         free = self.device_bytes - self._used_bytes
         if self.faults.hit("alloc") or nbytes > free:
             raise DeviceMemoryError(f"no room for {nbytes} bytes on the device, of which {free} are free.")
         self._used_bytes += nbytes
-        return self.memory.allocate(kind, nbytes)
+        region = self.memory.allocate(kind, nbytes)
+        region.born, _ = self._clocks.next(self._compute.index)
+        return region
 
     def free_bytes(self) -> int:
         with self._entered:
@@ -198,7 +202,7 @@ class EmulatedBackend(Backend):
                 region = self.memory.find(array.ctypes.data, array.nbytes, "unregister")
                 if region.kind != "registered" or region.nbytes != array.nbytes:
                     raise AccessError(f"unregister: {region} was not registered as this array")
-                self._release(region)
+                self._release(region, self._end(self._host))
 
     def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(0, dtype=dtype)
@@ -208,7 +212,6 @@ class EmulatedBackend(Backend):
         with self._entered:
             self._alive()
             region = self._allocate("output", nbytes)
-            region.born, _ = self._clocks.next(self._compute.index)
             held, freed = region.data[:], self._freed  # torch holds `held` as long as any view of the tensor lives
             region.handle = weakref.ref(held, lambda _: freed.append(region))
         return tensor.set_(torch.from_numpy(held).untyped_storage(), 0, shape)  # type: ignore[call-overload]
@@ -229,7 +232,7 @@ class EmulatedBackend(Backend):
             region.born, _ = self._clocks.next(self._compute.index)
             self._lent.append((self._compute.issued, region))
             if len(self._lent) > LENT and self._lent[0][0] < self._compute.issued:
-                self._leaving.append((self._compute.issued, self._lent.popleft()[1]))
+                self._free_in_order(self._lent.popleft()[1])
             return region.start
 
     def host_reads(self, address: int, nbytes: int) -> None:
@@ -373,17 +376,29 @@ class EmulatedBackend(Backend):
             region = self._freed.popleft()
             if region.kind != "pinned":
                 self._used_bytes -= region.nbytes
-            if region.kind == "output":  # torch's allocator gives memory on in stream order
-                self._leaving.append((self._compute.issued, region))
+                self._free_in_order(region)
             else:
-                self._release(region)
-        while self._leaving and (self._compute.ran >= self._leaving[0][0] or self._broken):
-            self._release(self._leaving.popleft()[1])
+                self._release(region, self._end(self._host))
 
-    def _release(self, region: Region) -> None:
+    def _end(self, stream: VirtualStream) -> Operation:
+        return Operation(*self._clocks.next(stream.index), stream, "the end of memory", self._host_ms)
+
+    def _free_in_order(self, region: Region) -> None:
+        """Torch's allocator gives memory on in the order of the compute stream."""
+
+        def body(operation: Operation) -> float:
+            self._release(region, operation)
+            return 0.0
+
+        operation = self._end(self._compute)
+        if self._broken:
+            body(operation)
+            return
+        operation.body = body
+        self._scheduler.enqueue(operation)
+
+    def _release(self, region: Region, operation: Operation) -> None:
         if self.checks and region.writer is not None and region.live and not self._broken:
-            stream = self._compute if region.kind in ("output", "tensor") else self._host
-            operation = Operation(*self._clocks.next(stream.index), stream, "the end of memory", self._host_ms)
             whole = one_range("memory", region.start, region.nbytes, writes=region.kind != "tensor")
             self._watch.touch(operation, [whole])
         self.memory.release(region)

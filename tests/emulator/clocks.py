@@ -91,5 +91,9 @@ class Clocks:
         """`stream` goes on after everything in `clock`."""
         np.maximum(self._of[stream], clock, out=self._of[stream])
 
+    def covers(self, stream: int, clock: np.ndarray) -> bool:
+        """Whether everything in `clock` comes before what `stream` does next."""
+        return bool((self._of[stream] >= clock).all())
+
     def of(self, stream: int) -> np.ndarray:
         return self._of[stream].copy()

@@ -58,6 +58,8 @@ class Program:
         self.mistakes = mistakes
         self.streams = [self.device.compute_stream(), self.device.new_stream(), self.device.new_stream()]
         self.held = [self.device.alloc(4 * WORDS), self.device.alloc(4 * WORDS), self.device.pinned(4 * WORDS)]
+        for stream in self.streams[1:]:  # which the memory is new to
+            self.device.wait(stream, self.device.record(self.streams[0]))
         self.model = [np.full(WORDS, -1, np.int32) for _ in self.held]
         self.touched: list[list[Touched]] = []
         self.reached = [0, 0, 0, 0]

@@ -35,7 +35,7 @@ class VirtualStream:
     def __init__(self, index: int, name: str) -> None:
         self.index, self.name = index, name
         self.queue: deque[Operation] = deque()
-        self.issued = self.ran = 0  # operations
+        self.issued = 0  # operations
         self.ms = 0.0  # when what ran is over
 
     def __str__(self) -> str:
@@ -64,10 +64,13 @@ class Scheduler:
         return stream
 
     def event(self, stream: VirtualStream, clock: np.ndarray) -> VirtualEvent:
-        return VirtualEvent(stream, clock, self.random.randrange(8))
+        return VirtualEvent(stream, clock, 0 if self.style == "early" else self.random.randrange(8))
+
+    def enqueue(self, operation: Operation) -> None:
+        operation.stream.queue.append(operation)
 
     def issue(self, operation: Operation) -> None:
-        operation.stream.queue.append(operation)
+        self.enqueue(operation)
         operation.stream.issued += 1
         self.some()
 
@@ -129,7 +132,6 @@ class Scheduler:
 
     def _run(self, stream: VirtualStream) -> None:
         operation = stream.queue.popleft()
-        stream.ran += 1
         if operation.records is not None:
             operation.records.done, operation.records.ms = True, stream.ms
         elif operation.awaits is not None:

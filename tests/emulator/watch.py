@@ -83,7 +83,7 @@ class Watch:
 
     def _other(self, number: int, address: int) -> str:
         if number not in self._known:
-            return f"an operation of long ago on stream {number % MAX_STREAMS} or torch's own work"
+            return f"work of stream {number % MAX_STREAMS} (of long ago, or torch's own before it gave this memory)"
         operation, accesses = self._known[number]
         for access in accesses:
             if _row_at(access, address) >= 0:
