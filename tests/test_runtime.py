@@ -791,15 +791,15 @@ def test_a_failure_in_a_thread_reaches_the_caller(
 ) -> None:
     """Fail the N-th call: one named error within depth + 2 steps, then close() is clean."""
     from cdlrm.plan import Planner
-    from cdlrm.store.ram import RamStore
 
     before = set(threading.enumerate())
     r = Rig(batches=40, cache_rows=42)
+    records = type(r.ebc.groups[0].records)
     failed = threading.Event()
     steps_after = 0
     look = r.look(prefetch_depth=depth)
     with monkeypatch.context() as patch:
-        fail_on(patch, Planner if where in ("scan", "plan") else RamStore, where, call, failed)
+        fail_on(patch, Planner if where in ("scan", "plan") else records, where, call, failed)
         with pytest.raises(PipelineError) as caught:
             for batch in look:
                 steps_after += failed.is_set()

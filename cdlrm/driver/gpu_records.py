@@ -259,7 +259,10 @@ class GpuRecords(Records):
     def batch_ended(self, plan: Plan) -> None:
         if self.driver.dead:
             return
-        event = self.backend.record(self.backend.compute_stream())
+        stream = self.backend.compute_stream()
+        if plan.staged is not None:
+            self.backend.wait(stream, plan.staged.slot.ready)  # for a batch that was not looked up
+        event = self.backend.record(stream)
         self._ended.append((plan.batch, event))
         self._release(plan.batch, event)
 
