@@ -134,8 +134,8 @@ class Verdicts:
             self.decide(verdict)
             if verdict.raising and not verdict.known:
                 raise NonFiniteGradientError(
-                    f"{verdict.where}: a gradient of the tables' output is not finite; neither it nor a later batch "
-                    f'was applied; lower the learning rate, or use nonfinite="skip".'
+                    f"{verdict.where}: a gradient of the tables' output is not finite; nothing was updated by it or by "
+                    f'a later batch; lower the learning rate, or use nonfinite="skip".'
                 )
 
     def resume(self) -> None:
