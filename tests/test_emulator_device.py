@@ -269,6 +269,20 @@ def test_ctrl_c_loses_no_work_and_runs_none_twice() -> None:
     assert ran == [1, 2] and device.is_done(event) and signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_event_is_told_as_not_done_only_so_often() -> None:
+    most = 0
+    for seed in range(100):
+        device = backend(seed, patience=4)
+        buffer = device.alloc(16)
+        device.clear(buffer.address, 16, device.compute_stream())
+        event, asked = device.record(device.compute_stream()), 0
+        device.hand_over(device.compute_stream())
+        while not device.is_done(event):
+            asked += 1
+        most = max(most, asked)
+    assert most == 3
+
+
 def test_threads_may_issue_at_once() -> None:
     device = backend(3, style="random")
     rounds, cells = 200, [device.alloc(16) for _ in range(4)]

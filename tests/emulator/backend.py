@@ -41,6 +41,7 @@ class EmulatedBackend(Backend):
     """seed: the order of the streams (style: one of streams.STYLES, else drawn).  check: follow every access;
     without it only argument types are checked and memory is poisoned.  compare: one launch in so many is held to
     the writes that it declares (and the first of each variant; 0: none).  device_bytes: memory that there is.
+    patience: is_done says no of an event fewer times than this.
     costs: how long work takes (bytes of kernels are counted if check is set or costs is given).
     run: what runs a launch (default: the compiled kernels)."""
 
@@ -55,6 +56,7 @@ class EmulatedBackend(Backend):
         check: bool = True,
         compare: int = 16,
         device_bytes: int = 1 << 30,
+        patience: int = 8,
         costs: Costs | None = None,
         run: Runner | None = None,
     ) -> None:
@@ -66,7 +68,7 @@ class EmulatedBackend(Backend):
         self.error: EmulatorError | None = None
         self._clocks = Clocks()
         self._watch = Watch(self.memory, self._clocks)
-        self._scheduler = Scheduler(seed, style)
+        self._scheduler = Scheduler(seed, style, patience)
         self._host = VirtualStream(0, "of the host")
         self._compute = self.new_stream_named("compute")
         self._entered = Entered(self)

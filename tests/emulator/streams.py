@@ -52,11 +52,12 @@ class VirtualEvent:
 class Scheduler:
     """Runs pending operations; `style` is drawn from the seed unless it is given."""
 
-    def __init__(self, seed: int, style: str | None) -> None:
+    def __init__(self, seed: int, style: str | None, patience: int) -> None:
         self.random = random.Random(seed)
         self.style = style or self.random.choice(STYLES)
         self.streams: list[VirtualStream] = []
         self._starved = self.random.randrange(3)
+        self._patience = patience
         self.stopped = False  # by an error of the device: what is pending never runs
 
     def add(self, stream: VirtualStream) -> VirtualStream:
@@ -64,7 +65,7 @@ class Scheduler:
         return stream
 
     def event(self, stream: VirtualStream, clock: np.ndarray) -> VirtualEvent:
-        return VirtualEvent(stream, clock, 0 if self.style == "early" else self.random.randrange(8))
+        return VirtualEvent(stream, clock, 0 if self.style == "early" else self.random.randrange(self._patience))
 
     def enqueue(self, operation: Operation) -> None:
         operation.stream.queue.append(operation)
