@@ -203,9 +203,10 @@ class Group:
 
     # --- the transfer's thread ---
 
-    def try_execute(self, plan: Plan) -> bool:
-        """Execute the oldest pending plan unless its batches to wait for, or a pause, forbid it."""
-        if plan.wait_for > self.completed:
+    def try_execute(self, plan: Plan, at_once: bool = False) -> bool:
+        """Execute the oldest pending plan unless its batches to wait for, or a pause, forbid it, or (not `at_once`)
+        the device has its hands full."""
+        if plan.wait_for > self.completed or not (at_once or self.records.may_begin()):
             return False
         started = time.perf_counter()
         if self.in_place:
@@ -256,6 +257,8 @@ class Group:
 
     def _hear(self, wait: bool = False) -> None:
         """Raise what the device has told about earlier batches; on the trainer's thread, which then goes on or not."""
+        if self.driver.dead:
+            return
         try:
             if wait:
                 self.driver.finish()
@@ -333,7 +336,7 @@ class Group:
             plan = self._plan(hold)
             plan.wait_for = -1  # this thread is the trainer
             self.records.fence()
-            if not self.try_execute(plan):
+            if not self.try_execute(plan, at_once=True):
                 raise UsageError("a forward call came while the cache is paused by another thread.")
             self.ended.append(ended(plan))  # counted now: a step on demand may have several plans
             self.count_ended()

@@ -66,6 +66,7 @@ def test_there_and_back(backend: Backend) -> None:
     words = np.random.default_rng(1).integers(0, 2**31, 40_000, np.int32)
     buffer, _keep = send(backend, words, first)
     other = backend.alloc(words.nbytes)
+    backend.wait(second, backend.record(backend.compute_stream()))
     backend.wait(second, backend.record(first))
     backend.copy(other.address, buffer.address, words.nbytes, "d2d", second)
     backend.clear(other.address + 400, 800, second)

@@ -103,6 +103,10 @@ class Records(ABC):
 
     # --- the way to and from the store ---
 
+    def may_begin(self) -> bool:
+        """Whether there is room for another plan before a batch ends."""
+        return True
+
     def begin(self, plan: Plan, rows: np.ndarray, slots: np.ndarray) -> None:  # noqa: B027 - nothing on the CPU
         """A plan is executed: its arrays and the inputs of its calls go to the device.  `rows`, `slots`: what of
         its evicts is dirty and will be written."""

@@ -111,6 +111,9 @@ class GpuRecords(Records):
     def set_depth(self, depth: int) -> None:
         self.ring.limit = depth + 2
 
+    def may_begin(self) -> bool:
+        return len(self._staged) < self.ring.limit - 1
+
     # --- memory ---
 
     def _upload_seeds(self) -> tuple[Any, dict[str, int], np.ndarray]:
@@ -167,7 +170,7 @@ class GpuRecords(Records):
         self.ring.upload(slot, self.transfer)
         first = np.cumsum([0, *(lookups.rows.size for lookups in plan.calls)]).tolist()
         plan.staged = self._staged[plan.batch] = Staging(slot, plan.calls, first, weights, long, copied)
-        self.driver.poll()  # of the batch whose slot it was, at the latest
+        self.driver.told_until(slot.verdict)
 
     def _order_transfer(self, wait_for: int) -> None:
         fence, self._fence = self._fence, None
@@ -282,6 +285,7 @@ class GpuRecords(Records):
         staging = self._staged.pop(batch, None)
         if staging is not None:
             staging.released = True
+            staging.slot.verdict = self.driver.verdicts.number
             self.ring.give_back(staging.slot, event)
 
     # --- kernels ---

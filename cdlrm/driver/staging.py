@@ -57,6 +57,7 @@ class Slot:
         self.layout = Layout()
         self.event: Event = None  # after which it may be used again
         self.landing: Callable[[], None] | None = None  # what the host must still take out of it
+        self.verdict = 0  # the newest that was asked for when its batch ended
         self.ready: Event = None  # the upload and the moves of its plan are done
 
     def at(self, name: str) -> int:

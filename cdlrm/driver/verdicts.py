@@ -142,8 +142,12 @@ class Verdicts:
         """Whoever trains has heard of the error: updates run again from the next check on."""
         self._cleared = False
 
-    def finish(self) -> None:
-        """Like `poll`, but waits for those that are not done."""
+    def finish(self, last: int | None = None, reason: str = "verdict") -> None:
+        """Like `poll`, but waits for those that are not done: for all, or up to number `last`."""
         for verdict in list(self.waiting):
-            bool(verdict)
+            if last is not None and verdict.number > last:
+                break
+            if verdict.known is None:
+                self.backend.synchronize(verdict.event, reason)
+                self.decide(verdict)
         self.poll()
