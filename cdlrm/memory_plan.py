@@ -253,9 +253,8 @@ def _parts(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:
     # the first evaluation makes room for its rows behind the cache, and that writes all of it
     filled = slots if config.metrics else min(slots, use.rows)
     parts["cache"] = filled * layout.record_bytes
-    shards = shards_for(layout.slots)
-    order = 8 * shards * (1 << (2 * (-(-slots // shards)) + 1).bit_length())
-    parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 8 * use.batches * use.largest)
+    order = 6 * slots  # of last use, written as far as rows were used
+    parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 4 * use.batches * use.largest)
     parts["moving"] = 12 * min(slots, use.rows)  # lists of what is written at the end
     if slots > layout.slots or (config.resume and config.metrics):
         parts["cache, while it grows"] = filled * layout.record_bytes

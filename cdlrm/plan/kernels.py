@@ -39,6 +39,7 @@ USE_MASK = (1 << 22) - 1
 AHEAD = 24
 BLOCK = 128
 
+U = np.uint64  # of every index: numba lets a signed one count from the end, which costs two instructions
 _jit = nb.njit(nogil=True, cache=True, error_model="numpy", inline="never")
 
 
@@ -54,20 +55,20 @@ def count_shards(rows, shards, shard, count):
     """`shard uint8 [n]` of each of `rows int64 [n]`; `count int64 [shards]` = how many each has."""
     count[:] = 0
     for i in range(rows.size):
-        s = shard_of(rows[i], shards)
-        shard[i] = s
-        count[s] += 1
+        s = shard_of(rows[U(i)], shards)
+        shard[U(i)] = s
+        count[U(s)] += 1
 
 
 @_jit
 def partition(rows, first, shard, cursor, part_rows, part_index):
     """Put lookups `first ..` into the sections of their shards: each goes to its shard's `cursor`."""
     for i in range(rows.size):
-        s = shard[i]
-        at = cursor[s]
-        cursor[s] = at + 1
-        part_rows[at] = rows[i]
-        part_index[at] = first + i
+        s = shard[U(i)]
+        at = cursor[U(s)]
+        cursor[U(s)] = at + 1
+        part_rows[U(at)] = rows[U(i)]
+        part_index[U(at)] = first + i
 
 
 @_jit
@@ -77,7 +78,7 @@ def tables_of(rows, bases, table, counts):
     t = 0
     keep = table.size == rows.size
     for i in range(rows.size):
-        r = rows[i]
+        r = rows[U(i)]
         if r < bases[t] or r >= bases[t + 1]:
             t = np.searchsorted(bases, r, side="right") - 1
         counts[t] += 1
@@ -94,8 +95,8 @@ def sweep(shard, shards, live, meta, regs):
         if shard_of(block, shards) != shard:
             continue
         for row in range(block, min(block + 8, meta.size // 2)):
-            if ((head - meta[2 * row + 1]) & MASK31) > live:
-                meta[2 * row + 1] = number
+            if ((head - meta[U(2 * row + 1)]) & MASK31) > live:
+                meta[U(2 * row + 1)] = number
     regs[SWEPT] = head
 
 
@@ -112,12 +113,12 @@ def scan(begin, rows, entry, meta, ring, link, slot_use, fifo, start, listed, re
     head = regs[HEAD]
     origin = regs[ORIGIN]
     first = head - regs[DISTINCT]
-    tail = start[regs[RELEASED] & wmask]
+    tail = start[U(regs[RELEASED] & wmask)]
     # Entries from here on belong to batches that are not planned yet.
-    unplanned = start[regs[PLANNED] & wmask]
+    unplanned = start[U(regs[PLANNED] & wmask)]
     released = regs[RELEASED]
     use = np.int64((k & USE_MASK) + 1) << 40
-    pushed = listed[k & wmask]
+    pushed = listed[U(k & wmask)]
     row = np.empty(BLOCK, np.int64)
     before = np.empty(BLOCK, np.int64)
     place = np.empty(BLOCK, np.int64)
@@ -130,28 +131,28 @@ def scan(begin, rows, entry, meta, ring, link, slot_use, fifo, start, listed, re
         fresh = 0
         for a in range(i, stop):
             if a + 2 * AHEAD < n:
-                prefetch(meta, rows[a + 2 * AHEAD] * 2)
-            r = rows[a]
-            number = np.int64(meta[2 * r + 1])
+                prefetch(meta, rows[U(a + 2 * AHEAD)] * 2)
+            r = rows[U(a)]
+            number = np.int64(meta[U(2 * r + 1)])
             e = (number - first) & MASK31
             new = e >= UNSEEN
             at = known + fresh
-            entry[a] = at if new else e
-            meta[2 * r + 1] = np.int32((first + at) & MASK31) if new else np.int32(number)
-            row[fresh] = r
-            before[fresh] = number
+            entry[U(a)] = at if new else e
+            meta[U(2 * r + 1)] = np.int32((first + at) & MASK31) if new else np.int32(number)
+            row[U(fresh)] = r
+            before[U(fresh)] = number
             fresh += new
         i = stop
         for f in range(fresh):
-            old = head - ((head - before[f]) & MASK31)
+            old = head - ((head - before[U(f)]) & MASK31)
             linked = old >= unplanned
             p = old - origin
             p += size if p < 0 else 0
-            place[f] = p if linked else size
-            s = np.int64(meta[2 * row[f]])
-            slot[f] = 0 if linked else s
-            prefetch(ring, place[f])
-            prefetch(slot_use, 2 * slot[f])
+            place[U(f)] = p if linked else size
+            s = np.int64(meta[U(2 * row[U(f)])])
+            slot[U(f)] = 0 if linked else s
+            prefetch(ring, place[U(f)])
+            prefetch(slot_use, 2 * slot[U(f)])
         at = head - origin
         to = first + pushed - origin
         for f in range(fresh):
@@ -159,29 +160,29 @@ def scan(begin, rows, entry, meta, ring, link, slot_use, fifo, start, listed, re
                 at = 0
                 origin += size
                 to -= size
-            ring[place[f]] |= use
-            s = slot[f]
-            following = slot_use[2 * s]
-            candidate = (s != 0) & (slot_use[2 * s + 1] < released)
-            slot_use[2 * s] = k
-            fifo[-2 - following if candidate else fifo.size - 1] = 0
+            ring[U(place[U(f)])] |= use
+            s = slot[U(f)]
+            following = slot_use[U(2 * s)]
+            candidate = (s != 0) & (slot_use[U(2 * s + 1)] < released)
+            slot_use[U(2 * s)] = k
+            fifo[U(-2 - following if candidate else fifo.size - 1)] = 0
             p = to + (size if to < 0 else 0)
-            link[p] = s
+            link[U(p)] = s
             to += candidate
             pushed += candidate
-            ring[at] = row[f]
+            ring[U(at)] = row[U(f)]
             at += 1
-        ring[size] = 0
+        ring[U(size)] = 0
         head += fresh
     regs[HEAD] = head
     regs[ORIGIN] = origin
     regs[DISTINCT] = head - first
-    listed[k & wmask] = pushed
+    listed[U(k & wmask)] = pushed
     if i == n:
         regs[DISTINCT] = 0
         regs[SCANNED] = k + 1
-        start[(k + 1) & wmask] = head
-        listed[(k + 1) & wmask] = 0
+        start[U((k + 1) & wmask)] = head
+        listed[U((k + 1) & wmask)] = 0
     return i
 
 
@@ -192,9 +193,9 @@ def lacks(limit, meta, ring, start, regs):
     wmask = start.size - 1
     j = regs[PLANNED]
     missing = 0
-    for e in range(start[j & wmask], start[(j + 1) & wmask]):
+    for e in range(start[U(j & wmask)], start[U((j + 1) & wmask)]):
         p = e - regs[ORIGIN]
-        missing += meta[2 * (ring[p + (size if p < 0 else 0)] & ROW_MASK)] == 0
+        missing += meta[U(2 * (ring[U(p + (size if p < 0 else 0))] & ROW_MASK))] == 0
         if missing > limit:
             return True
     return False
@@ -207,11 +208,11 @@ def compact_fifo(regs, slot_use, fifo):
     read = write = regs[FIFO_HEAD]
     kept = 0
     for _ in range(regs[FIFO_SIZE]):
-        s = fifo[read]
+        s = fifo[U(read)]
         read = read + 1 if read + 1 < size else 0
         if s != 0:
-            fifo[write] = s
-            slot_use[2 * s] = -2 - write
+            fifo[U(write)] = s
+            slot_use[U(2 * s)] = -2 - write
             write = write + 1 if write + 1 < size else 0
             kept += 1
     regs[FIFO_SIZE] = kept
@@ -224,13 +225,13 @@ def release(batch, ring, link, slot_use, fifo, start, listed, regs):
     wmask = start.size - 1
     fsize = fifo.size - 1
     origin = regs[ORIGIN]
-    lo = start[batch & wmask]
-    hi = start[(batch + 1) & wmask]
+    lo = start[U(batch & wmask)]
+    hi = start[U((batch + 1) & wmask)]
     p = lo - origin
     p += size if p < 0 else 0
     q = p
     for _ in range(min(AHEAD, hi - lo)):
-        prefetch(slot_use, np.int64(link[q]) * 2)
+        prefetch(slot_use, np.int64(link[U(q)]) * 2)
         q = q + 1 if q + 1 < size else 0
     held = regs[HELD]
     waiting = regs[FIFO_SIZE]
@@ -243,25 +244,25 @@ def release(batch, ring, link, slot_use, fifo, start, listed, regs):
             waiting = regs[FIFO_SIZE]
             t = regs[FIFO_HEAD] + waiting
             t -= fsize if t >= fsize else 0
-        prefetch(slot_use, np.int64(link[q]) * 2)  # beyond the batch: any slot
+        prefetch(slot_use, np.int64(link[U(q)]) * 2)  # beyond the batch: any slot
         q = q + 1 if q + 1 < size else 0
-        s = link[p]
+        s = link[U(p)]
         p = p + 1 if p + 1 < size else 0
-        k = np.int64(slot_use[2 * s])
-        free = slot_use[2 * s + 1] == batch
+        k = np.int64(slot_use[U(2 * s)])
+        free = slot_use[U(2 * s + 1)] == batch
         unknown = free & (k < 0)
         listing = free & (k >= 0)
         held -= free
-        fifo[t if unknown else fsize] = s
-        slot_use[2 * s] = -2 - t if unknown else k
+        fifo[U(t if unknown else fsize)] = s
+        slot_use[U(2 * s)] = -2 - t if unknown else k
         waiting += unknown
         t += unknown
         t = 0 if t == fsize else t
         w = k & wmask
-        at = start[w] + listed[w] - origin
+        at = start[U(w)] + listed[U(w)] - origin
         at += size if at < 0 else 0
-        link[at if listing else size] = s
-        listed[w] += listing
+        link[U(at if listing else size)] = s
+        listed[U(w)] += listing
     regs[HELD] = held
     regs[FIFO_SIZE] = waiting
     regs[RELEASED] = batch + 1
@@ -276,8 +277,8 @@ def pick_victims(fills, taken, fill_slots, link, fifo, start, listed, regs):
     waiting = regs[FIFO_SIZE]
     n = taken
     while n < fills and waiting > 0:
-        s = fifo[h]
-        fill_slots[n] = s
+        s = fifo[U(h)]
+        fill_slots[U(n)] = s
         n += s != 0
         h = h + 1 if h + 1 < fsize else 0
         waiting -= 1
@@ -287,10 +288,10 @@ def pick_victims(fills, taken, fill_slots, link, fifo, start, listed, regs):
     k = regs[SCANNED] - 1
     while n < fills and k > regs[PLANNED]:
         w = k & (start.size - 1)
-        while n < fills and listed[w] > 0:
-            listed[w] -= 1
-            p = start[w] + listed[w] - regs[ORIGIN]
-            fill_slots[n] = link[p + (size if p < 0 else 0)]
+        while n < fills and listed[U(w)] > 0:
+            listed[U(w)] -= 1
+            p = start[U(w)] + listed[U(w)] - regs[ORIGIN]
+            fill_slots[U(n)] = link[U(p + (size if p < 0 else 0))]
             n += 1
         k -= n < fills
 
@@ -311,68 +312,68 @@ def plan(
     wmask = start.size - 1
     while regs[RELEASED] < j - depth:
         release(regs[RELEASED], ring, link, slot_use, fifo, start, listed, regs)
-    listed[j & wmask] = 0  # every slot listed for j is used now; the links become entry slots
-    lo = start[j & wmask]
-    n = start[(j + 1) & wmask] - lo
+    listed[U(j & wmask)] = 0  # every slot listed for j is used now; the links become entry slots
+    lo = start[U(j & wmask)]
+    n = start[U((j + 1) & wmask)] - lo
     base = lo - regs[ORIGIN]
     released = regs[RELEASED]
     held = regs[HELD]
-    slot_use[1] = j  # slot 0 is never held
+    slot_use[U(1)] = j  # slot 0 is never held
     fills = 0
     for e in range(n):
         if e + 2 * AHEAD < n:
             p = base + e + 2 * AHEAD
-            prefetch(meta, (ring[p + (size if p < 0 else 0)] & ROW_MASK) * 2)
+            prefetch(meta, (ring[U(p + (size if p < 0 else 0))] & ROW_MASK) * 2)
         if e + AHEAD < n:
             p = base + e + AHEAD
-            prefetch(slot_use, 2 * np.int64(meta[2 * (ring[p + (size if p < 0 else 0)] & ROW_MASK)]))
+            prefetch(slot_use, 2 * np.int64(meta[U(2 * (ring[U(p + (size if p < 0 else 0))] & ROW_MASK))]))
         p = base + e
         p += size if p < 0 else 0
-        r = ring[p] & ROW_MASK
-        use = ring[p] >> 40
-        s = np.int64(meta[2 * r])
-        slot_use[2 * s] = j + ((use - 1 - j) & USE_MASK) if use > 0 else np.int64(NONE)
-        held += slot_use[2 * s + 1] < released
-        slot_use[2 * s + 1] = j
-        link[p] = s
-        entry_row[e] = r
-        entry_slot[e] = (s - 1) * shards + shard
-        fill_rows[fills] = e  # replaced by the row below
+        r = ring[U(p)] & ROW_MASK
+        use = ring[U(p)] >> 40
+        s = np.int64(meta[U(2 * r)])
+        slot_use[U(2 * s)] = j + ((use - 1 - j) & USE_MASK) if use > 0 else np.int64(NONE)
+        held += slot_use[U(2 * s + 1)] < released
+        slot_use[U(2 * s + 1)] = j
+        link[U(p)] = s
+        entry_row[U(e)] = r
+        entry_slot[U(e)] = (s - 1) * shards + shard
+        fill_rows[U(fills)] = e  # replaced by the row below
         fills += s == 0
     regs[HELD] = held + fills
     while regs[HELD] > slot_row.size - 1:  # the hold of batches j-depth.. is too long for this cache: shorten it
         release(regs[RELEASED], ring, link, slot_use, fifo, start, listed, regs)
     taken = min(fills, regs[FREE])  # fills that go to empty slots; the others need a victim each
     for f in range(taken):
-        fill_slots[f] = free[regs[FREE] - 1 - f]
+        fill_slots[U(f)] = free[U(regs[FREE] - 1 - f)]
     regs[FREE] -= taken
     pick_victims(fills, taken, fill_slots, link, fifo, start, listed, regs)
     wait = np.int64(-1)
     for f in range(fills):
         if f + AHEAD < fills:
-            prefetch(slot_row, np.int64(fill_slots[f + AHEAD]))
-            prefetch(slot_use, 2 * np.int64(fill_slots[f + AHEAD]))
+            prefetch(slot_row, np.int64(fill_slots[U(f + AHEAD)]))
+            prefetch(slot_use, 2 * np.int64(fill_slots[U(f + AHEAD)]))
         if f + AHEAD // 2 < fills:
-            prefetch(meta, max(slot_row[fill_slots[f + AHEAD // 2]], 0) * 2)
-        s = np.int64(fill_slots[f])
+            prefetch(meta, max(slot_row[U(fill_slots[U(f + AHEAD // 2)])], 0) * 2)
+        s = np.int64(fill_slots[U(f)])
         if f >= taken:
-            evict_rows[f - taken] = slot_row[s]
-            evict_slots[f - taken] = (s - 1) * shards + shard
-            meta[2 * slot_row[s]] = 0
-            wait = max(wait, np.int64(slot_use[2 * s + 1]))
-        e = fill_rows[f]
+            evict_rows[U(f - taken)] = slot_row[U(s)]
+            evict_slots[U(f - taken)] = (s - 1) * shards + shard
+            meta[U(2 * slot_row[U(s)])] = 0
+            wait = max(wait, np.int64(slot_use[U(2 * s + 1)]))
+        e = fill_rows[U(f)]
         p = base + e
         p += size if p < 0 else 0
-        r = ring[p] & ROW_MASK
-        use = ring[p] >> 40
-        meta[2 * r] = s
-        slot_row[s] = r
-        slot_use[2 * s] = j + ((use - 1 - j) & USE_MASK) if use > 0 else np.int64(NONE)
-        slot_use[2 * s + 1] = j
-        link[p] = s
-        entry_slot[e] = (s - 1) * shards + shard
-        fill_rows[f] = r
-        fill_slots[f] = (s - 1) * shards + shard
+        r = ring[U(p)] & ROW_MASK
+        use = ring[U(p)] >> 40
+        meta[U(2 * r)] = s
+        slot_row[U(s)] = r
+        slot_use[U(2 * s)] = j + ((use - 1 - j) & USE_MASK) if use > 0 else np.int64(NONE)
+        slot_use[U(2 * s + 1)] = j
+        link[U(p)] = s
+        entry_slot[U(e)] = (s - 1) * shards + shard
+        fill_rows[U(f)] = r
+        fill_slots[U(f)] = (s - 1) * shards + shard
     regs[PLANNED] = j + 1
     out[0] = fills
     out[1] = fills - taken
@@ -390,19 +391,19 @@ def segments(entry, index, entry_slot, lookup_base, slots, seg_start, seg_lookup
     u = entry_slot.size
     cursor = np.zeros(2 * u, np.int32)  # next place, slot
     for i in range(n):
-        cursor[2 * entry[i]] += 1
+        cursor[U(2 * entry[U(i)])] += 1
     total = np.int64(0)
     for e in range(u):
-        count = cursor[2 * e]
-        seg_start[e] = lookup_base + total
-        cursor[2 * e] = total
-        cursor[2 * e + 1] = entry_slot[e]
+        count = cursor[U(2 * e)]
+        seg_start[U(e)] = lookup_base + total
+        cursor[U(2 * e)] = total
+        cursor[U(2 * e + 1)] = entry_slot[U(e)]
         total += count
     plain = index.size == 0
     for i in range(n):
-        e = entry[i]
-        at = cursor[2 * e]
-        cursor[2 * e] = at + 1
-        lookup = np.int64(i) if plain else np.int64(index[i])
-        seg_lookup[at] = lookup
-        slots[lookup] = cursor[2 * e + 1]
+        e = entry[U(i)]
+        at = cursor[U(2 * e)]
+        cursor[U(2 * e)] = at + 1
+        lookup = np.int64(i) if plain else np.int64(index[U(i)])
+        seg_lookup[U(at)] = lookup
+        slots[U(lookup)] = cursor[U(2 * e + 1)]

@@ -186,7 +186,7 @@ class Planner:
         """
         batch, waiting = self.planned, self._waiting[0]
         counts = [s.distinct(batch) for s in self._shards]
-        need = max(sum(s.distinct(b) for b in range(batch - hold, batch + 1)) for s in self._shards)
+        need = max(sum(s.distinct(b) for b in range(max(batch - hold, 0), batch + 1)) for s in self._shards)
         need = min(need, self.num_rows)  # the held batches may have rows in common
         have = self._shards[0].slots
         grows = need > have
