@@ -1,6 +1,6 @@
-"""Point 10c: scan + plan + segments per lookup on one thread, against a bare stamp-array dedupe.
+"""Scan + plan + segments per lookup on one thread and on two, against a bare stamp-array dedupe on one.
 
-Both see the same ids, batch by batch, in one run, warmed up (the cache is full and evicting).
+All see the same ids, batch by batch, in one run, warmed up (the cache is full and evicting).
 Run `python bench/planning.py`; one JSON line a case is appended to bench/results/planning.jsonl.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import time
@@ -49,59 +50,75 @@ def zipf_ids(rng: np.random.Generator, samples: int, zipf: float) -> np.ndarray:
 
 
 def run(samples: int, zipf: float, cache_rows: int, horizon: int, timed: int) -> dict[str, object]:
+    """One and two threads plan the same batches in turn, after the rival has seen them."""
     rng = np.random.default_rng(0)
-    planner = Planner(TABLES * ROWS, cache_rows, prefetch_depth=1)
+    planners = [Planner(TABLES * ROWS, cache_rows, prefetch_depth=1, threads=threads) for threads in (1, 2)]
     stamp = np.full(TABLES * ROWS, -1, np.int32)
     unique = np.empty(TABLES * samples, np.int64)
     number = 0
 
-    def step() -> tuple[int, int, int, int, int]:
+    def step() -> tuple[int, ...]:
+        """Wall time of the rival, CPU time of it, those of one thread, its scan alone, wall time of two; counts."""
         nonlocal number
         rows = zipf_ids(rng, samples, zipf)
-        t0 = time.perf_counter_ns()
+        begun = clock()
         distinct = dedupe(rows, number, stamp, unique)
-        t1 = time.perf_counter_ns()
-        planner.scan(rows)
-        t2 = time.perf_counter_ns()
-        evicts = 0
-        if planner.window > horizon:
-            evicts = planner.plan().evict_rows.size
-        t3 = time.perf_counter_ns()
+        rival = clock() - begun
+        times = []
+        for planner in planners:  # as the pipeline: scan, ask whether a victim is needed, plan
+            begun = clock()
+            planner.scan(rows)
+            scanned = clock()
+            evicts = 0
+            if planner.window > horizon:
+                evicts = planner.plan().evict_rows.size
+                planner.needs_victim()
+            times.append((clock() - begun, scanned - begun))
         number += 1
-        return t1 - t0, t2 - t1, t3 - t2, distinct, evicts
+        return (*rival, *times[0][0], times[0][1][0], times[1][0][0], distinct, evicts)
 
-    warm = 0
     for warm in range(1, 4000):
-        if step()[4] > 0 and warm > horizon + 8:
+        if step()[-1] > 0 and warm > horizon + 8:
             break
     for _ in range(5):
         step()
-    times = np.array([step() for _ in range(timed)], np.float64)
     lookups = TABLES * samples
-    bare = times[:, 0] / lookups
-    ours = (times[:, 1] + times[:, 2]) / lookups
-    planner.check()
-    return {
+    steps = np.array([step() for _ in range(timed)], np.float64)
+    names = ("dedupe", "dedupe_cpu", "ours", "ours_cpu", "scan", "two_threads")
+    ns = {name: steps[:, i] / lookups for i, name in enumerate(names)}
+    for planner in planners:
+        planner.check()
+        planner.close()
+    result: dict[str, object] = {
         "bench": "planning",
         "lookups": lookups,
         "rows": TABLES * ROWS,
         "zipf": zipf,
-        "cache_rows": planner.cache_rows,
-        "shards": planner.shards,
+        "cache_rows": planners[0].cache_rows,
+        "shards": planners[0].shards,
         "horizon": horizon,
-        "distinct_per_lookup": round(float(times[:, 3].mean() / lookups), 3),
-        "evicts_per_distinct": round(float((times[:, 4] / times[:, 3]).mean()), 3),
+        "distinct_per_lookup": round(float(steps[:, -2].mean() / lookups), 3),
+        "evicts_per_distinct": round(float((steps[:, -1] / steps[:, -2]).mean()), 3),
         "warm_batches": warm,
         "timed_batches": timed,
-        "dedupe_ns_median": round(float(np.median(bare)), 2),
-        "dedupe_ns_min": round(float(bare.min()), 2),
-        "scan_ns_median": round(float(np.median(times[:, 1] / lookups)), 2),
-        "plan_ns_median": round(float(np.median(times[:, 2] / lookups)), 2),
-        "ours_ns_median": round(float(np.median(ours)), 2),
-        "ours_ns_min": round(float(ours.min()), 2),
-        "ratio_median": round(float(np.median(ours) / np.median(bare)), 2),
-        "ratio_min": round(float(ours.min() / bare.min()), 2),
+        "load": round(os.getloadavg()[0], 1),
     }
+    for name, values in ns.items():
+        result |= {
+            f"{name}_ns_median": round(float(np.median(values)), 2),
+            f"{name}_ns_min": round(float(values.min()), 2),
+        }
+    for how, of in (("median", np.median), ("min", np.min)):
+        result[f"ratio_{how}"] = round(float(of(ns["ours"]) / of(ns["dedupe"])), 2)
+        result[f"cpu_ratio_{how}"] = round(float(of(ns["ours_cpu"]) / of(ns["dedupe_cpu"])), 2)
+        if planners[0].shards > 1:
+            result[f"two_threads_gain_{how}"] = round(float(of(ns["ours"]) / of(ns["two_threads"])), 2)
+    return result
+
+
+def clock() -> np.ndarray:
+    """Wall time and this thread's CPU time, ns (a busy machine takes the CPU away, not the CPU time)."""
+    return np.array([time.perf_counter_ns(), time.thread_time_ns()])
 
 
 def machine() -> dict[str, object]:

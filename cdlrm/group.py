@@ -490,6 +490,7 @@ class Group:
         self.flush()
         self.closed = True
         self.store.close()
+        self.planner.close()
         self.driver.close()
 
 

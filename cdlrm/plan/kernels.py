@@ -297,14 +297,14 @@ def pick_victims(fills, taken, fill_slots, link, fifo, start, listed, regs):
 
 
 @_jit
-def plan(
+def use_cached(
     depth, meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
-    shard, shards, entry_slot, entry_row, fill_rows, fill_slots, evict_rows, evict_slots, out,
+    shard, shards, entry_slot, entry_row, missing, out,
 ):  # fmt: skip
-    """Plan the next scanned batch.  `free int32` holds `regs[FREE]` empty slots, last one first.
+    """First half of planning a batch: end holds, take the rows that are cached, list those that are not.
 
-    Writes per entry its slot and row, the fills and the evicts (slots numbered over all shards, from 0:
-    `(local - 1) * shards + shard`); `out int64 [3]` = fills, evicts, last batch to wait for.
+    Writes per entry its row and slot (numbered over all shards, from 0: `(local - 1) * shards + shard`) and
+    the entries that are `missing int32`; `out int64 [2]` = how many those are, and how many evicts they need.
     The shard must have at least as many slots as the batch has distinct rows.
     """
     j = regs[PLANNED]
@@ -318,7 +318,7 @@ def plan(
     base = lo - regs[ORIGIN]
     released = regs[RELEASED]
     held = regs[HELD]
-    slot_use[U(1)] = j  # slot 0 is never held
+    slot_use[1] = j  # slot 0 is never held
     fills = 0
     for e in range(n):
         if e + 2 * AHEAD < n:
@@ -338,11 +338,28 @@ def plan(
         link[U(p)] = s
         entry_row[U(e)] = r
         entry_slot[U(e)] = (s - 1) * shards + shard
-        fill_rows[U(fills)] = e  # replaced by the row below
+        missing[U(fills)] = e
         fills += s == 0
     regs[HELD] = held + fills
     while regs[HELD] > slot_row.size - 1:  # the hold of batches j-depth.. is too long for this cache: shorten it
         release(regs[RELEASED], ring, link, slot_use, fifo, start, listed, regs)
+    out[0] = fills
+    out[1] = max(fills - regs[FREE], 0)
+
+
+@_jit
+def fill_missing(
+    meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
+    shard, shards, entry_slot, missing, fill_rows, fill_slots, evict_rows, evict_slots,
+):  # fmt: skip
+    """Second half: a slot for each row that is missing.  Returns the last batch to wait for.
+
+    `free int32` holds `regs[FREE]` empty slots, last one first.  Writes the fills and the evicts.
+    """
+    j = regs[PLANNED]
+    size = ring.size - 1
+    base = start[U(j & (start.size - 1))] - regs[ORIGIN]
+    fills = missing.size
     taken = min(fills, regs[FREE])  # fills that go to empty slots; the others need a victim each
     for f in range(taken):
         fill_slots[U(f)] = free[U(regs[FREE] - 1 - f)]
@@ -361,7 +378,7 @@ def plan(
             evict_slots[U(f - taken)] = (s - 1) * shards + shard
             meta[U(2 * slot_row[U(s)])] = 0
             wait = max(wait, np.int64(slot_use[U(2 * s + 1)]))
-        e = fill_rows[U(f)]
+        e = np.int64(missing[U(f)])
         p = base + e
         p += size if p < 0 else 0
         r = ring[U(p)] & ROW_MASK
@@ -375,9 +392,7 @@ def plan(
         fill_rows[U(f)] = r
         fill_slots[U(f)] = (s - 1) * shards + shard
     regs[PLANNED] = j + 1
-    out[0] = fills
-    out[1] = fills - taken
-    out[2] = wait
+    return wait
 
 
 @_jit

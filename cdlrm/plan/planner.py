@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,7 @@ class Planner:
             lambda p: k.count_shards(rows[cuts[p] : cuts[p + 1]], self.shards, shard[cuts[p] : cuts[p + 1]], counts[p]),
             n,
         )
-        shard_start = np.concatenate([[0], np.cumsum(counts.sum(axis=0))])
+        shard_start = _starts(counts.sum(axis=0))
         cursor = shard_start[:-1] + np.cumsum(counts, axis=0) - counts
         parts, index = np.empty(n, np.int64), np.empty(n, np.int32)
         self._each(
@@ -203,7 +203,7 @@ class Planner:
         self._waiting.popleft()
         self._needs_victim = None
         depth = max(self.prefetch_depth, hold)
-        plan = self._run(batch, depth, waiting, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+        plan = self._run(batch, depth, waiting, _starts(counts))
         plan.grows = grows
         if grows:
             plan.wait_for = batch - 1  # the arrays move
@@ -212,33 +212,43 @@ class Planner:
     def _run(self, batch: int, depth: int, waiting: _Scanned, entry_start: np.ndarray) -> Plan:
         lookups, total = int(waiting.entry.size), int(entry_start[-1])
         entry_slot, entry_row = np.empty(total, np.int32), np.empty(total, np.int64)
-        fill_rows, fill_slots = np.empty(total, np.int64), np.empty(total, np.int32)
-        evict_rows, evict_slots = np.empty(total, np.int64), np.empty(total, np.int32)
+        missing, counts = np.empty(total, np.int32), np.empty((self.shards, 2), np.int64)
+
+        def use_cached(shard: Shard) -> None:
+            s, lo, hi = shard.number, entry_start[shard.number], entry_start[shard.number + 1]
+            k.use_cached(
+                depth, shard.meta, *shard.arrays, s, self.shards, entry_slot[lo:hi], entry_row[lo:hi],
+                missing[lo:hi], counts[s],
+            )  # fmt: skip
+
+        self._each(self._shards, use_cached, lookups)
+        fill_start, evict_start = (_starts(counts[:, i]) for i in (0, 1))
+        fill_rows, fill_slots = np.empty(fill_start[-1], np.int64), np.empty(fill_start[-1], np.int32)
+        evict_rows, evict_slots = np.empty(evict_start[-1], np.int64), np.empty(evict_start[-1], np.int32)
         slots, seg_lookup = np.empty(lookups, np.int32), np.empty(lookups, np.int32)
         seg_start = np.empty(total + 1, np.int32)
-        out = np.empty((self.shards, 3), np.int64)
+        seg_start[total] = lookups
+        wait = np.empty(self.shards, np.int64)
 
-        def run(shard: Shard) -> None:
+        def fill_missing(shard: Shard) -> None:
             s = shard.number
-            lo, hi = entry_start[s], entry_start[s + 1]
-            first, last = waiting.shard_start[s], waiting.shard_start[s + 1]
-            k.plan(
-                depth, shard.meta, shard.ring, shard.link, shard.slot_row, shard.slot_use, shard.fifo, shard.free,
-                shard.start, shard.listed, shard.regs, s, self.shards, entry_slot[lo:hi], entry_row[lo:hi],
-                fill_rows[lo:hi], fill_slots[lo:hi], evict_rows[lo:hi], evict_slots[lo:hi], out[s],
+            mine, fills, evicts, looked = (
+                slice(starts[s], starts[s + 1])
+                for starts in (entry_start, fill_start, evict_start, waiting.shard_start)
+            )
+            wait[s] = k.fill_missing(
+                shard.meta, *shard.arrays, s, self.shards, entry_slot[mine], missing[mine][: counts[s, 0]],
+                fill_rows[fills], fill_slots[fills], evict_rows[evicts], evict_slots[evicts],
             )  # fmt: skip
             k.segments(
-                waiting.entry[first:last], waiting.index[first:last], entry_slot[lo:hi], first, slots,
-                seg_start[lo:hi], seg_lookup[first:last],
+                waiting.entry[looked], waiting.index[looked], entry_slot[mine], looked.start, slots, seg_start[mine],
+                seg_lookup[looked],
             )  # fmt: skip
 
-        self._each(self._shards, run, lookups)
-        seg_start[total] = lookups
+        self._each(self._shards, fill_missing, lookups)
         return Plan(
-            batch, slots, entry_slot, entry_row, seg_start, seg_lookup,
-            _join(fill_rows, entry_start, out[:, 0]), _join(fill_slots, entry_start, out[:, 0]),
-            _join(evict_rows, entry_start, out[:, 1]), _join(evict_slots, entry_start, out[:, 1]),
-            wait_for=int(out[:, 2].max()), cache_rows=self.cache_rows, window=self.window,
+            batch, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows, evict_slots,
+            wait_for=int(wait.max()), cache_rows=self.cache_rows, window=self.window,
         )  # fmt: skip
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
@@ -308,7 +318,6 @@ class Planner:
             shard.check()
 
 
-def _join(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The first `counts[s]` values of each section, in one array."""
-    parts: Iterable[np.ndarray] = (values[lo : lo + n] for lo, n in zip(starts[:-1], counts, strict=True))
-    return np.concatenate(list(parts))
+def _starts(counts: np.ndarray | Sequence[int]) -> np.ndarray:
+    """Where each of consecutive sections starts, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

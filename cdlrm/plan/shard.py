@@ -29,9 +29,14 @@ class Shard:
         return int(self.slot_row.size - 1)
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The shard's own arrays, in the order in which the kernels of a plan take them."""
+        window = (self.ring, self.link, self.slot_row, self.slot_use, self.fifo, self.free)
+        return (*window, self.start, self.listed, self.regs)
+
+    @property
     def nbytes(self) -> int:
-        arrays = (self.ring, self.link, self.start, self.listed, self.slot_row, self.slot_use, self.fifo, self.free)
-        return sum(int(a.nbytes) for a in arrays)
+        return sum(int(array.nbytes) for array in self.arrays)
 
     def distinct(self, batch: int) -> int:
         mask = self.start.size - 1
