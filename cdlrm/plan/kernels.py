@@ -24,6 +24,8 @@ An entry's number is unique among the last 2^30: rows that were not seen for as 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba as nb
 import numpy as np
 
@@ -40,7 +42,7 @@ AHEAD = 24
 BLOCK = 128
 
 U = np.uint64  # of every index: numba lets a signed one count from the end, which costs two instructions
-_jit = nb.njit(nogil=True, cache=True, error_model="numpy", inline="never")
+_jit: Any = nb.njit(nogil=True, cache=True, error_model="numpy", inline="never")
 
 
 @_jit

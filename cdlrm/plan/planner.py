@@ -166,9 +166,10 @@ class Planner:
         )
         return parts, index, shard_start
 
-    def distinct(self) -> int:
-        """Distinct rows of the next batch to plan."""
-        return self._waiting[0].distinct
+    @property
+    def newest_distinct(self) -> int:
+        """Distinct rows of the batch that was scanned last (0 when it is planned already)."""
+        return self._waiting[-1].distinct if self._waiting else 0
 
     def needs_victim(self) -> bool:
         """Whether the next batch to plan has to evict a row (then it pays to scan on first)."""
