@@ -1,13 +1,15 @@
-"""Point 10c: scan + plan + segments per lookup on one thread, against a bare stamp-array dedupe.
+"""Scan + plan + segments per lookup on one thread and on two, against a bare stamp-array dedupe on one.
 
-Both see the same ids, batch by batch, in one run, warmed up (the cache is full and evicting).
+All see the same ids, batch by batch, in one run, warmed up (the cache is full and evicting).
 Run `python bench/planning.py`; one JSON line a case is appended to bench/results/planning.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import platform
 import subprocess
 import time
@@ -15,11 +17,25 @@ from pathlib import Path
 
 import numba as nb
 import numpy as np
+import torch
 
 from cdlrm.plan import Planner
 
 TABLES = 26
 ROWS = 1_000_000
+KAGGLE = [
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173, 4,
+    7046547, 18, 15, 286181, 105, 142572,
+]  # fmt: skip
+TERABYTE = [
+    45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10, 2209, 11267, 128, 4, 974, 14,
+    48937457, 11316796, 40094537, 452104, 12606, 104, 35,
+]  # fmt: skip
+SHAPES: list[tuple[str, int, int, list[int], list[int], list[int]]] = [  # as in DLRM's run scripts
+    ("kaggle", 128, 16, [13, 512, 256, 64, 16], [512, 256, 1], KAGGLE),
+    ("kaggle", 2048, 16, [13, 512, 256, 64, 16], [512, 256, 1], KAGGLE),
+    ("terabyte", 2048, 64, [13, 512, 256, 64], [512, 512, 256, 1], TERABYTE),
+]
 RESULTS = Path(__file__).resolve().parent / "results" / "planning.jsonl"
 
 
@@ -49,59 +65,132 @@ def zipf_ids(rng: np.random.Generator, samples: int, zipf: float) -> np.ndarray:
 
 
 def run(samples: int, zipf: float, cache_rows: int, horizon: int, timed: int) -> dict[str, object]:
+    """One and two threads plan the same batches in turn, after the rival has seen them."""
     rng = np.random.default_rng(0)
-    planner = Planner(TABLES * ROWS, cache_rows, prefetch_depth=1)
+    planners = [Planner(TABLES * ROWS, cache_rows, prefetch_depth=1, threads=threads) for threads in (1, 2)]
     stamp = np.full(TABLES * ROWS, -1, np.int32)
     unique = np.empty(TABLES * samples, np.int64)
     number = 0
 
-    def step() -> tuple[int, int, int, int, int]:
+    def step() -> tuple[int, ...]:
+        """Wall time of the rival, CPU time of it, those of one thread, its scan alone, wall time of two; counts."""
         nonlocal number
         rows = zipf_ids(rng, samples, zipf)
-        t0 = time.perf_counter_ns()
+        begun = clock()
         distinct = dedupe(rows, number, stamp, unique)
-        t1 = time.perf_counter_ns()
-        planner.scan(rows)
-        t2 = time.perf_counter_ns()
-        evicts = 0
-        if planner.window > horizon:
-            evicts = planner.plan().evict_rows.size
-        t3 = time.perf_counter_ns()
+        rival = clock() - begun
+        times = []
+        for planner in planners:  # as the pipeline: scan, ask whether a victim is needed, plan
+            begun = clock()
+            planner.scan(rows)
+            scanned = clock()
+            evicts = 0
+            if planner.window > horizon:
+                evicts = planner.plan().evict_rows.size
+                planner.needs_victim()
+            times.append((clock() - begun, scanned - begun))
         number += 1
-        return t1 - t0, t2 - t1, t3 - t2, distinct, evicts
+        return (*rival, *times[0][0], times[0][1][0], times[1][0][0], distinct, evicts)
 
-    warm = 0
     for warm in range(1, 4000):
-        if step()[4] > 0 and warm > horizon + 8:
+        if step()[-1] > 0 and warm > horizon + 8:
             break
     for _ in range(5):
         step()
-    times = np.array([step() for _ in range(timed)], np.float64)
     lookups = TABLES * samples
-    bare = times[:, 0] / lookups
-    ours = (times[:, 1] + times[:, 2]) / lookups
-    planner.check()
-    return {
+    steps = np.array([step() for _ in range(timed)], np.float64)
+    names = ("dedupe", "dedupe_cpu", "ours", "ours_cpu", "scan", "two_threads")
+    ns = {name: steps[:, i] / lookups for i, name in enumerate(names)}
+    for planner in planners:
+        planner.check()
+        planner.close()
+    result: dict[str, object] = {
         "bench": "planning",
         "lookups": lookups,
         "rows": TABLES * ROWS,
         "zipf": zipf,
-        "cache_rows": planner.cache_rows,
-        "shards": planner.shards,
+        "cache_rows": planners[0].cache_rows,
+        "shards": planners[0].shards,
         "horizon": horizon,
-        "distinct_per_lookup": round(float(times[:, 3].mean() / lookups), 3),
-        "evicts_per_distinct": round(float((times[:, 4] / times[:, 3]).mean()), 3),
+        "distinct_per_lookup": round(float(steps[:, -2].mean() / lookups), 3),
+        "evicts_per_distinct": round(float((steps[:, -1] / steps[:, -2]).mean()), 3),
         "warm_batches": warm,
         "timed_batches": timed,
-        "dedupe_ns_median": round(float(np.median(bare)), 2),
-        "dedupe_ns_min": round(float(bare.min()), 2),
-        "scan_ns_median": round(float(np.median(times[:, 1] / lookups)), 2),
-        "plan_ns_median": round(float(np.median(times[:, 2] / lookups)), 2),
-        "ours_ns_median": round(float(np.median(ours)), 2),
-        "ours_ns_min": round(float(ours.min()), 2),
-        "ratio_median": round(float(np.median(ours) / np.median(bare)), 2),
-        "ratio_min": round(float(ours.min() / bare.min()), 2),
+        "load": round(os.getloadavg()[0], 1),
     }
+    for name, values in ns.items():
+        result |= {
+            f"{name}_ns_median": round(float(np.median(values)), 2),
+            f"{name}_ns_min": round(float(values.min()), 2),
+        }
+    for how, of in (("median", np.median), ("min", np.min)):
+        result[f"ratio_{how}"] = round(float(of(ns["ours"]) / of(ns["dedupe"])), 2)
+        result[f"cpu_ratio_{how}"] = round(float(of(ns["ours_cpu"]) / of(ns["dedupe_cpu"])), 2)
+        if planners[0].shards > 1:
+            result[f"two_threads_gain_{how}"] = round(float(of(ns["ours"]) / of(ns["two_threads"])), 2)
+    return result
+
+
+def shape(name: str, samples: int, dim: int, bottom: list[int], top: list[int], rows: list[int]) -> dict[str, object]:
+    """Planning a batch of DLRM's published shapes against its dense part alone (forward, backward) on all cores."""
+    rng = np.random.default_rng(0)
+    bases = np.concatenate([[0], np.cumsum(rows)])[:-1, None]
+    number = np.array(rows)[:, None]
+
+    def ids() -> np.ndarray:
+        """Zipf 1.05 (the continuous law, cut), popular ids scattered."""
+        rank = (((number**-0.05 - 1) * rng.random((len(rows), samples)) + 1) ** -20).astype(np.int64)
+        return (np.minimum(rank, number - 1) * 387_420_489 % number + bases).ravel()
+
+    distinct = np.unique(ids()).size
+    planner = Planner(sum(rows), 8 * distinct)
+    times: list[np.ndarray] = []
+    while len(times) < 60:
+        batch = ids()
+        begun = clock()
+        planner.scan(batch)
+        if planner.window > 96:
+            plan = planner.plan()
+            planner.needs_victim()
+            if plan.evict_rows.size:
+                times.append(clock() - begun)
+    planner.close()
+    ms = np.array(times) / 1e6
+    dense = 1e3 * np.array(dense_seconds(samples, dim, bottom, top, len(rows)))
+    return {
+        "bench": "planning_shape", "shape": name, "samples": samples, "lookups": samples * len(rows), "rows": sum(rows),
+        "distinct": distinct, "cache_rows": planner.cache_rows, "horizon": 96, "load": round(os.getloadavg()[0], 1),
+        "plan_ms_min": round(float(ms[:, 0].min()), 3), "plan_ms_median": round(float(np.median(ms[:, 0])), 3),
+        "plan_cpu_ms_median": round(float(np.median(ms[:, 1])), 3),
+        "dense_ms_min": round(float(dense.min()), 3), "dense_ms_median": round(float(np.median(dense)), 3),
+        "plan_over_dense_min": round(float(ms[:, 0].min() / dense.min()), 3),
+    }  # fmt: skip
+
+
+def dense_seconds(samples: int, dim: int, bottom: list[int], top: list[int], features: int) -> list[float]:
+    """Seconds of steps of a DLRM without its tables: MLPs and dot interaction, forward and backward."""
+
+    def mlp(sizes: list[int]) -> torch.nn.Sequential:
+        layers = [(torch.nn.Linear(a, b), torch.nn.ReLU()) for a, b in itertools.pairwise(sizes)]
+        return torch.nn.Sequential(*(part for layer in layers for part in layer))
+
+    below, above = mlp(bottom), mlp([dim + features * (features + 1) // 2, *top])
+    left, right = torch.tril_indices(features + 1, features + 1, -1)
+    numbers, rows = torch.rand(samples, bottom[0]), torch.rand(samples, features, dim, requires_grad=True)
+    seconds = []
+    for _ in range(32):
+        begun = time.perf_counter()
+        x = below(numbers)
+        together = torch.cat([x[:, None], rows], 1)
+        pairs = (together @ together.transpose(1, 2))[:, left, right]
+        above(torch.cat([x, pairs], 1)).mean().backward()
+        seconds.append(time.perf_counter() - begun)
+    return seconds[2:]
+
+
+def clock() -> np.ndarray:
+    """Wall time and this thread's CPU time, ns (a busy machine takes the CPU away, not the CPU time)."""
+    return np.array([time.perf_counter_ns(), time.thread_time_ns()])
 
 
 def machine() -> dict[str, object]:
@@ -121,6 +210,7 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=40, help="timed batches a case")
     parser.add_argument("--horizon", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="only the small caches (no long warm-up)")
+    parser.add_argument("--shapes", action="store_true", help="instead: DLRM's shapes against their dense part")
     args = parser.parse_args()
     # Exponents that give 0.38-0.5 distinct rows a lookup at each batch size.
     cases = [(2048, 1.15, 100_000), (16_384, 1.05, 800_000)]
@@ -128,9 +218,9 @@ def main() -> None:
         cases += [(16_384, 1.05, TABLES * ROWS // 10), (2048, 1.15, TABLES * ROWS // 10)]
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     about = machine()
-    for samples, zipf, cache_rows in cases:
-        result = about | run(samples, zipf, cache_rows, args.horizon, args.timed)
-        line = json.dumps(result)
+    results = (run(*case, args.horizon, args.timed) for case in cases)
+    for result in (shape(*one) for one in SHAPES) if args.shapes else results:
+        line = json.dumps(about | result)
         print(line)
         with RESULTS.open("a") as file:
             file.write(line + "\n")

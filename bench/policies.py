@@ -16,6 +16,7 @@ import numpy as np
 from planning import machine
 
 from cdlrm.config import TrainConfig
+from cdlrm.horizon import horizon_for
 from cdlrm.simulate.caches import Cache, LookAheadCache, MinCache
 from cdlrm.simulate.grid import simulate_caches
 from cdlrm.simulate.policies import PolicyCache
@@ -53,7 +54,8 @@ class Made(Trace):
             yield BatchRows(rows.reshape(-1), 0)
 
 
-def compare(name: str, trace: Trace) -> list[dict[str, object]]:
+def compare(name: str, trace: Trace, auto: bool = False) -> list[dict[str, object]]:
+    """Every policy at every horizon; `auto`: at the one that `horizon="auto"` chooses."""
     sizes = [np.unique(rows).size for rows, _ in trace]
     distinct = int(np.mean(sizes))
     lines: list[dict[str, object]] = []
@@ -62,18 +64,20 @@ def compare(name: str, trace: Trace) -> list[dict[str, object]]:
         rows = times * distinct
         least = MinCache(rows, (0, 1))
         caches: list[tuple[str, int, Cache]] = []
-        for horizon in HORIZONS:
+        horizons = (horizon_for(rows, distinct),) if auto else HORIZONS
+        for horizon in horizons:
             caches.append(("lru", horizon, LookAheadCache(rows, horizon, 1, tables)))
             caches += [(p, horizon, PolicyCache(p, rows, horizon, 1, tables)) for p in ("frequency", "s3fifo")]
             caches += [
                 (f"lfu, half-life {half}", horizon, PolicyCache("lfu", rows, horizon, 1, tables, half))
                 for half in HALF_LIVES
             ]
-        passed = simulate_caches(trace, [least, *(cache for *_, cache in caches)], max(HORIZONS), 1)
+        passed = simulate_caches(trace, [least, *(cache for *_, cache in caches)], max(horizons), 1)
         for policy, horizon, cache in caches:
             lines.append(
                 {
-                    "bench": "policies", "trace": name, "policy": policy, "horizon": horizon, "times_distinct": times,
+                    "bench": "policies_auto" if auto else "policies",
+                    "trace": name, "policy": policy, "horizon": horizon, "times_distinct": times,
                     "cache_rows": rows, "batches": passed.uses.scanned, "distinct": passed.uses.distinct,
                     "rows_touched": passed.uses.known, "fills": cache.results()[0]["fills"],
                     "min0_fills": least.counter.fills_at(0), "mind_fills": least.counter.fills_at(1),
@@ -114,6 +118,7 @@ def summary(lines: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", nargs="+", help="files of the real sample")
+    parser.add_argument("--auto", action="store_true", help="only the horizon that horizon=\"auto\" chooses")
     parser.add_argument("--enough", action="store_true", help="instead: the shortest horizon that is enough")
     args = parser.parse_args()
     traces: dict[str, Trace] = {f"zipf {a}": Made(a) for a in (0.8, 1.05, 1.2)}
@@ -123,7 +128,7 @@ def main() -> None:
     about, lines = machine(), []
     with RESULTS.open("a") as stream:
         for name, trace in traces.items():
-            found = (enough if args.enough else compare)(name, trace)
+            found = enough(name, trace) if args.enough else compare(name, trace, args.auto)
             lines += found
             for line in found:
                 stream.write(json.dumps({**about, **line}) + "\n")
@@ -131,8 +136,12 @@ def main() -> None:
             if args.enough:
                 print(name, {line["times_distinct"]: line["horizon"] for line in found}, flush=True)
                 continue
+            if args.auto:
+                over = {(x["policy"], x["times_distinct"]): x["fills"] / x["mind_fills"] for x in found}
+                print(name, *(f"  {p} at {t}x: {r:.4f}" for (p, t), r in over.items()), sep="\n", flush=True)
+                continue
             print(f"{name}: geometric mean and worst of fills / MIN(1)\n{summary(found)}\n", flush=True)
-    if not args.enough:
+    if not args.enough and not args.auto:
         print(f"all traces\n{summary(lines)}")
 
 

@@ -12,7 +12,7 @@ from .group import Group
 from .lookups import Lookups
 from .runtime import Pipeline, Work
 
-DEFAULT_HORIZON = 32
+FIRST_HORIZON = 32  # with "auto", until the first batch is scanned
 WINDOW_BYTES = 1 << 30
 
 Ids = Callable[[Any], Any]
@@ -23,7 +23,7 @@ def lookahead(
     loader: Iterable[Any],
     *,
     ids: Ids | None = None,
-    horizon: int | str = DEFAULT_HORIZON,
+    horizon: int | str = "auto",
     prefetch_depth: int = 1,
     window_bytes: int = WINDOW_BYTES,
 ) -> Lookahead:
@@ -35,8 +35,8 @@ def lookahead(
     (or a tuple of them, or a list of such for several calls in a step); for several a mapping
     module -> the same.  Default: the batch itself is the argument of every module.
     `horizon`: future batches that are scanned (host memory only, at most `window_bytes` of it), or "auto":
-    12 batches for each time that the cache holds a batch's distinct rows, by the first batch (at most 512;
-    within 2 % of MIN on the traces of bench/policies.py);
+    12 batches for each time that the cache holds a batch's distinct rows, at most 512, looked at again every 64
+    batches (fills are then within 2 % of MIN on the traces of bench/policies.py; see `horizon.py`);
     `prefetch_depth`: batches that may compute while a batch's rows are copied (costs slots);
     `horizon < prefetch_depth` means the larger.
 
@@ -80,13 +80,13 @@ class Lookahead:
         loader: Iterable[Any],
         *,
         ids: Ids | None = None,
-        horizon: int | str = DEFAULT_HORIZON,
+        horizon: int | str = "auto",
         prefetch_depth: int = 1,
         window_bytes: int = WINDOW_BYTES,
         threads: bool = True,
     ) -> None:
         self._auto = horizon == "auto"
-        horizon = DEFAULT_HORIZON if self._auto else horizon
+        horizon = FIRST_HORIZON if self._auto else horizon
         for name, value, low in (("horizon", horizon, 0), ("prefetch_depth", prefetch_depth, 0),
                                  ("window_bytes", window_bytes, 1)):  # fmt: skip
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -100,6 +100,7 @@ class Lookahead:
         self.loader = loader
         self.horizon, self.prefetch_depth = max(int(horizon), prefetch_depth), prefetch_depth
         self._ids, self._window_bytes, self._threads = ids, window_bytes, threads
+        self.horizon_why: str | None = None  # of the newest choice, with "auto"
         self._pipeline: Pipeline | None = None
         self._state: Any = None
         self._totals = {"batches": 0, "seconds_read": 0.0, "seconds_stall": 0.0, "short_windows": 0}
@@ -150,8 +151,13 @@ class Lookahead:
             out["seconds_read"] += line.seconds_read
             out["seconds_stall"] += line.seconds_stall
             out["short_windows"] += line.short_windows
-            self.horizon = line.horizon
+            self._note_horizon(line)
         return {**out, "horizon": self.horizon, "prefetch_depth": self.prefetch_depth}
+
+    def _note_horizon(self, line: Pipeline) -> None:
+        self.horizon = line.horizon
+        if line.chooser is not None and line.chooser.why:
+            self.horizon_why = line.chooser.why
 
     def state_dict(self) -> Any:
         """`loader.state_dict()` as it was after the batch that is being trained (None before the first,
@@ -163,7 +169,7 @@ class Lookahead:
         line, self._pipeline = self._pipeline, None
         if line is None:
             return
-        self.horizon = line.horizon
+        self._note_horizon(line)
         line.finish_batch()
         line.close()
         self._totals["batches"] += line.trained

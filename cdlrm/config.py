@@ -28,9 +28,11 @@ def setting(
     above: float | None = None,
     choices: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
     metavar: str | None = None,
 ) -> Any:
-    """A field with its help, group, type, inclusive bounds (`above`: exclusive) and other flag names."""
+    """A field with its help, group, type, inclusive bounds (`above`: exclusive), other flag names, and words that
+    are taken besides values of the type."""
     metadata = {key: value for key, value in locals().items() if key != "default"}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -140,8 +142,9 @@ class TrainConfig:
         group="cache", kind=float, above=0.0, high=1.0)
     cache_rows: int | None = setting(
         None, "rows that the cache holds; overrides --cache-ratio", group="cache", kind=int, low=1)
-    horizon: int = setting(32, "batches whose ids are read ahead, to plan with", group="cache", kind=int, low=0,
-                           high=2**20)
+    horizon: int | str = setting(
+        "auto", "batches whose ids are read ahead, to plan with; auto: by the cache and the batches, and said in the "
+        "report", group="cache", kind=int, low=0, high=2**20, words=("auto",), metavar="auto|N")
     prefetch_depth: int = setting(
         1, "batches whose rows may be copied ahead of the batch that computes", group="cache", kind=int, low=0,
         high=64)
@@ -279,7 +282,9 @@ def checked(field: dataclasses.Field[Any], value: Any) -> Any:
         if not isinstance(files, (list, tuple)) or not files or not all(isinstance(f, str) and f for f in files):
             raise ConfigError(f"{flag} {value!r}: expected one or more names.")
         return list(files)
-    value = _typed(flag, about["kind"], value)
+    if value in about["words"]:
+        return value
+    value = _typed(flag, about["kind"], value, about["words"])
     if about["choices"] and value not in about["choices"]:
         raise ConfigError(f"{flag} {value}: expected one of {', '.join(about['choices'])}.")
     low, high, above = about["low"], about["high"], about["above"]
@@ -292,7 +297,7 @@ def checked(field: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
-def _typed(flag: str, kind: type, value: Any) -> Any:
+def _typed(flag: str, kind: type, value: Any, words: tuple[str, ...]) -> Any:
     if kind is bool:
         if isinstance(value, bool):
             return value
@@ -304,7 +309,7 @@ def _typed(flag: str, kind: type, value: Any) -> Any:
             raise ValueError
         typed = kind(value)
     except (TypeError, ValueError, OverflowError):
-        expected = "a whole number" if kind is int else "a number"
+        expected = " or ".join(["a whole number" if kind is int else "a number", *words])
         raise ConfigError(f"{flag} {value}: expected {expected}.") from None
     if kind is float and not math.isfinite(typed):
         raise ConfigError(f"{flag} {value}: expected a finite number.")

@@ -507,6 +507,7 @@ class Group:
         self.closed = True
         self.records.close()
         self.store.close()
+        self.planner.close()
         try:
             if not self.driver.dead:
                 self.driver.finish()

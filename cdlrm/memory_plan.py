@@ -27,6 +27,7 @@ from . import report as reporting
 from .config import TrainConfig
 from .data import Batch, Source
 from .datasets import Datasets, open_datasets
+from .horizon import horizon_for
 from .plan.planner import shards_for
 from .store import bits
 from .train import TABLE_OPTIMIZERS, Trainer
@@ -81,8 +82,8 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     data = open_datasets(config, notes)
     layout = _layout(config, data.table_rows)
     small = _layout(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
-    rehearsal = _rehearse(config, data, small)
     use = count(open_datasets(config, []).train, data.table_rows)
+    rehearsal = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout, use)), data, small)
     everything = dataclasses.replace(use, trained=np.full(-(-layout.total_rows // 8), 255, np.uint8))
     parts = _parts(config, layout, use)
     parts["data, MLPs and libraries"] = max(rehearsal - sum(_full(config, small).values()), 0)
@@ -152,8 +153,16 @@ class _Cut:
             yield batch
 
 
+def _horizon(config: TrainConfig, layout: Layout, use: Use) -> int:
+    """As `cdlrm.horizon` decides."""
+    if isinstance(config.horizon, int):
+        return config.horizon
+    return 0 if layout.resident else horizon_for(layout.slots, use.largest)
+
+
 def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> int:
     """Peak memory after training and evaluating some batches on small tables."""
+    assert isinstance(config.horizon, int)
     steps = min(config.horizon + config.prefetch_depth + 16, REHEARSED_BATCHES)
     test = None if data.test is None else _Cut(data.test, small.rows, TEST_BATCHES)
     cut = Datasets(
@@ -253,9 +262,8 @@ def _parts(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:
     # the first evaluation makes room for its rows behind the cache, and that writes all of it
     filled = slots if config.metrics else min(slots, use.rows)
     parts["cache"] = filled * layout.record_bytes
-    shards = shards_for(layout.slots)
-    order = 8 * shards * (1 << (2 * (-(-slots // shards)) + 1).bit_length())
-    parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 8 * use.batches * use.largest)
+    order = 6 * slots  # of last use, written as far as rows were used
+    parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 4 * use.batches * use.largest)
     parts["moving"] = 12 * min(slots, use.rows)  # lists of what is written at the end
     if slots > layout.slots or (config.resume and config.metrics):
         parts["cache, while it grows"] = filled * layout.record_bytes

@@ -8,14 +8,14 @@ order.  All stages share one condition variable: whoever changes something tells
 
 Plans depend on ids and settings alone: after every scanned batch the planner plans all batches that
 need no victim or whose window is full (`horizon` batches, or `window_bytes`), whatever the threads'
-timing.  The one exception: when the trainer waits and the loader does not yield, a batch is planned
-with the window as it is (`short_windows` counts them); that changes which rows move, no result.
+timing; a horizon that is chosen by the batches (`horizon.py`) changes at fixed ones.  The one
+exception: when the trainer waits and the loader does not yield, a batch is planned with the window as
+it is (`short_windows` counts them); that changes which rows move, no result.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from .errors import CdlrmError, PipelineError, UsageError
 from .group import Group
+from .horizon import HorizonChooser
 from .interrupt import interrupt_later
 from .lookups import Lookups
 from .plan import Plan, Planner
@@ -35,9 +36,6 @@ WAIT_SECONDS = 0.5  # bound of every wait of ours; a loop around it re-checks
 PATIENCE_SECONDS = 0.25  # how long the trainer waits for a loader before a shorter window is used
 LEAST_PATIENCE = 0.002
 JOIN_SECONDS = 3.0  # how long `close` waits for a thread that is inside the user's loader
-
-BATCHES_PER_SHARE = 12  # keeps fills within 2 % of MIN on Zipf 0.8-1.2, real logs and reuse (bench/policies.py)
-LARGEST_HORIZON = 512
 
 Announce = Callable[[Any], dict[Group, list[Lookups]]]
 
@@ -137,8 +135,8 @@ class PlannerStage:
         work = self.line.to_scan[0]
         for group in self.line.groups:
             group.announce(work.calls.get(group, []))
-        if self.line.auto_horizon and work.index == 0:
-            self.line.choose_horizon()
+        if self.line.chooser is not None:
+            self.line.look_as_far_as(self.line.chooser.scanned(work.nbytes))
         with self.line.lock:
             self.line.to_scan.popleft()
             self.line.to_plan.append(work)
@@ -205,8 +203,9 @@ class Pipeline:
     ) -> None:
         self.groups = list(groups)
         self.horizon, self.prefetch_depth = max(horizon, prefetch_depth), prefetch_depth
-        self.auto_horizon = auto_horizon  # chosen when the first batch is scanned
         self.window_bytes = window_bytes
+        planners = [group.planner for group in self.groups if isinstance(group.planner, Planner)]
+        self.chooser = HorizonChooser(planners, prefetch_depth, window_bytes) if auto_horizon else None
         # Locked by `with self.lock`: entering a Condition is Python code, and Ctrl-C inside it would keep the lock.
         self.lock = threading.RLock()
         self.condition = threading.Condition(self.lock)
@@ -240,14 +239,13 @@ class Pipeline:
                 self.threads.append(thread)
                 thread.start()
 
-    def choose_horizon(self) -> None:
-        """From the first scanned batch: BATCHES_PER_SHARE for each time that a cache holds its distinct rows."""
-        planners = [group.planner for group in self.groups if isinstance(group.planner, Planner)]
-        shares = [planner.cache_rows / max(planner.distinct(), 1) for planner in planners]
-        if shares:
-            self.horizon = max(self.prefetch_depth, min(LARGEST_HORIZON, math.ceil(BATCHES_PER_SHARE * max(shares))))
+    def look_as_far_as(self, horizon: int | None) -> None:
+        """Change the horizon from now on (None: leave it)."""
+        if horizon is None:
+            return
+        self.horizon = horizon
         for group in self.groups:
-            group.horizon = self.horizon
+            group.horizon = horizon
 
     # --- what the stages ask ---
 

@@ -66,6 +66,7 @@ class Trainer:
 
             self.listener = Several([self.listener, TensorBoard(config.logdir)])
         self.chosen: list[str] = []
+        self._horizon_why: str | None = None
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
         self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
         self.tables = build_tables(config, self.data, self.chosen)
@@ -193,6 +194,7 @@ class Trainer:
         finally:
             batches.close()
             ahead = batches.stats()
+            self._horizon_why = batches.horizon_why
             self._seconds["read"] += ahead["seconds_read"]
             self._seconds["stall"] += ahead["seconds_stall"]
             besides = self._seconds_besides() - besides
@@ -315,7 +317,7 @@ class Trainer:
             "checkpoint": None if self.checkpoints is None else self.checkpoints.facts(),
             "memory": {"peak_bytes": reporting.peak_memory_bytes()},
             "data": self.data.counters(),
-            "chosen": self.chosen,
+            "chosen": self.chosen + ([self._horizon_why] if self._horizon_why else []),
             "config": self.config.to_mapping(),
         }
 

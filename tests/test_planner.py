@@ -20,6 +20,7 @@ from reference_min import (
 
 from cdlrm.errors import CacheTooSmallError
 from cdlrm.plan import MinCounter, Planner
+from cdlrm.plan import kernels as k
 
 FIELDS = (
     "slots seg_slot seg_row seg_start seg_lookup fill_rows fill_slots evict_rows evict_slots batch wait_for cache_rows"
@@ -252,10 +253,7 @@ def test_plans_are_the_same_bytes_from_any_thread() -> None:
         thread.join()
     assert len(results) == 4
     for other in results[1:]:
-        for mine, theirs in zip(results[0], other, strict=True):
-            for field in FIELDS:
-                a, b = np.asarray(getattr(mine, field)), np.asarray(getattr(theirs, field))
-                assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), (mine.batch, field)
+        same_plans(results[0], other)
 
 
 def test_long_run_wraps_the_ring() -> None:
@@ -284,6 +282,112 @@ def test_many_equal_ids_and_empty_batches() -> None:
         assert replay.fills == 2 and len(plans[1].seg_row) == 1 and len(plans[0].slots) == 0
     drive([[], [], []], 10, 1)
     drive([[0]], 1, 1)
+
+
+def same_plans(one: list[Any], other: list[Any]) -> None:
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other, strict=True):
+        for field in FIELDS:
+            a, b = np.asarray(getattr(mine, field)), np.asarray(getattr(theirs, field))
+            assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), (mine.batch, field)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_plans_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    """Rule 2, with batches that are big enough for several threads."""
+    rng = np.random.default_rng(9)
+    trace = [(rng.random(50_000) ** 3 * 60_000).astype(np.int64) for _ in range(6)]
+    names: set[str] = set()
+
+    def plans(planner: Planner) -> list[Any]:
+        out = []
+        for rows in trace:
+            planner.scan(rows)
+            if planner.window > 2:
+                out.append(planner.plan())
+        names.update(t.name for t in threading.enumerate())
+        planner.check()
+        planner.close()
+        return out
+
+    one, many = (Planner(60_000, 40_000, 1, 4, threads=n) for n in (1, threads))
+    alone = plans(one)
+    assert not any("cdlrm-plan" in name for name in names)
+    same_plans(alone, plans(many))
+    assert any("cdlrm-plan" in name for name in names), "several threads took part"
+    assert not any(t.name.startswith("cdlrm-plan") for t in threading.enumerate()), "close ends them"
+
+
+def test_an_error_in_a_shard_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cdlrm.plan.shard import Shard
+
+    def fail(shard: Shard, rows: np.ndarray, entry: np.ndarray) -> None:
+        if shard.number == 3:
+            raise MemoryError("injected")
+
+    planner = Planner(60_000, 40_000, 1, 4, threads=2)
+    monkeypatch.setattr(Shard, "scan", fail)
+    with pytest.raises(MemoryError, match="injected"):
+        planner.scan(np.arange(50_000))
+    planner.close()
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_metadata_is_small(shards: int) -> None:
+    """At most 8 bytes a row, 32 a slot, 16 a scanned distinct row, whatever the window has grown to."""
+    rng = np.random.default_rng(shards)
+    for rows, slots, horizon, lookups in ((200_000, 20_000, 3, 60_000), (50_000, 30_000, 40, 9000)):
+        planner = Planner(rows, slots, 1, shards)
+        empty = planner.metadata_bytes
+        constant = shards * 16_384  # a block of entries and 64 batches
+        assert empty <= 8 * rows + 32 * slots + constant
+        sizes = []
+        for _ in range(3 * horizon + 6):
+            batch = (rng.random(lookups) ** 2 * rows).astype(np.int64)
+            sizes.append(np.unique(batch).size)
+            planner.scan(batch)
+            window = sum(sizes[max(0, planner.planned - 1) :])  # and the batch before, which is held
+            assert planner.metadata_bytes <= 8 * rows + 32 * planner.cache_rows + 16 * window + constant
+            if planner.window > horizon:
+                planner.plan()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_entry_numbers_wrap(shards: int) -> None:
+    """Numbers are modulo 2^31; rows that were not seen for long are renumbered before they could look new."""
+    rng = np.random.default_rng(shards)
+    trace = random_trace(rng, 400, 120, 60, 0.6)
+
+    def grow_old(planner: Planner) -> None:
+        """As if 2^29 entries had been used up since by rows that nobody asks for again."""
+        owner = np.array([k.shard_of(row, shards) for row in range(400)])
+        number = planner._meta[1::2].astype(np.int64)
+        for shard in planner._shards:
+            head, tail = shard.regs[k.HEAD], shard.start[shard.regs[k.RELEASED] & (shard.start.size - 1)]
+            old = (owner == shard.number) & (((head - number) & k.MASK31) > head - tail)
+            number[old] = (number[old] - k.UNSEEN) & k.MASK31
+            shard.regs[k.SWEPT] -= k.UNSEEN
+        planner._meta[1::2] = number
+
+    def plans(start: int, every: int) -> list[Any]:
+        planner = Planner(400, 150, 1, shards)
+        for shard in planner._shards:
+            shard.regs[[k.HEAD, k.ORIGIN, k.SWEPT]] = start
+            shard.start[:] = start
+        planner._meta[1::2] = (start - k.UNSEEN) & k.MASK31
+        out = []
+        for batch in trace:
+            planner.scan(np.asarray(batch, np.int64))
+            if planner.window > 3:
+                out.append(planner.plan())
+            planner.check()
+            if planner.scanned % every == 0:
+                grow_old(planner)
+        return out
+
+    expected = plans(k.UNSEEN, 1000)
+    same_plans(expected, plans((1 << 31) - 300, 1000))
+    same_plans(expected, plans((1 << 31) - 900, 15))
 
 
 @pytest.mark.parametrize("shards", SHARDS)

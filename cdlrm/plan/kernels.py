@@ -1,35 +1,48 @@
 """The planner's inner loops (numba, nogil): scan, release, plan, segments.  One shard each.
 
-State of one shard, all in flat arrays so that what is read together lies together:
+Time goes to cache misses and mispredicted branches, so: what is read together lies together, a row's
+word is the only random access per lookup (all else is per distinct row or in order), lines are asked
+for a block ahead, and rare against frequent is decided by selecting a harmless target (a dummy element
+at the end, or slot 0) instead of by a branch.
 
-* `meta  int32 [N, 2]`  per row of the group: slot + 1 (0 = not cached), number of its newest entry.
-* `ring  int64 [E, 2]`  per scanned (row, batch): row; next use (int32) and a link word (int32), seen
-  through the view `ring32 int32 [E, 4]` as columns 2 and 3.  E is a power of two; an entry number is
-  absolute modulo 2^31 and lives at `number & (E - 1)`.  The link words of batch k's entries first hold
-  the *list* of slots whose next use is k (a stack), then, once k is planned, the slot of each entry.
-* `slot  int64 [S, 2]`  per slot: row (-1 = empty); next use and last use, through `slot32 int32 [S, 4]`
-  as columns 2 and 3.
-* `fifo  int32 [F, 2]`  slots without a known use, in order of last use: slot, last use (its stamp).
-* `start int64 [W]`, `listed int64 [W]`  per batch (number & (W - 1)): first entry, stack height.
-* `regs  int64 [9]`     the scalars named below.
+State of one shard.  Slots are numbered from 1 here (0: none); an *entry* is a scanned (row, batch):
 
-An entry is valid for a row when `ring[e].row` is that row: a row has one newest entry, and whoever
-overwrites a ring place writes another row there (or the same row, and then the number moved too).
+* `meta int32 [2N]`  per row of the group: slot, number of its newest entry (absolute, modulo 2^31).
+* `ring int64 [E+1]`, `link int32 [E+1]`  per entry: row in the low 40 bits, above it 1 + next use (modulo
+  2^22; 0 = none).  Entry `n` lives at `n - ORIGIN`, plus E if that is negative.  The links of batch k's
+  entries first hold the *list* of slots whose next use is k (a stack), then, once k is planned, the slot of
+  each entry.
+* `slot_row int64 [S+1]`, `slot_use int32 [2(S+1)]`  per slot: row (-1 = empty); next use and last use.
+  Without a known use, next use is NONE while the slot is held, then -2 minus its place in the FIFO.
+* `fifo int32 [F+1]`  slots without a known use, in order of last use; 0 where one left (was used, or has a
+  known use by now).
+* `start int64 [W]`, `listed int64 [W]`  per batch (number & (W - 1)): number of its first entry, stack height.
+* `regs int64 [..]`  the scalars named below.
+
+An entry's number is unique among the last 2^30: rows that were not seen for as long are renumbered (`sweep`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numba as nb
 import numpy as np
 
 from ..driver.intrinsics import prefetch_read as prefetch
 
-HEAD, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_TAIL, FREE, FAR, HELD = range(9)
+HEAD, ORIGIN, SWEPT, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_SIZE, FREE, HELD, DISTINCT = range(11)
+REGISTERS = 11
 NONE = np.int32(-1)  # no known next use
 MASK31 = (1 << 31) - 1
+UNSEEN = 1 << 29  # a row that is not in the window has an entry at least as old as this
+ROW_MASK = (1 << 40) - 1
+USE_MASK = (1 << 22) - 1
 AHEAD = 24
+BLOCK = 128
 
-_jit = nb.njit(nogil=True, cache=True, error_model="numpy", inline="never")
+U = np.uint64  # of every index: numba lets a signed one count from the end, which costs two instructions
+_jit: Any = nb.njit(nogil=True, cache=True, error_model="numpy", inline="never")
 
 
 @_jit
@@ -40,57 +53,24 @@ def shard_of(row, shards):
 
 
 @_jit
-def partition(rows, shards, shard_start, part_rows, part_index, scratch):
-    """Split lookups by shard, keeping their order: `part_rows`, `part_index` per shard section."""
-    for s in range(shards + 1):
-        shard_start[s] = 0
+def count_shards(rows, shards, shard, count):
+    """`shard uint8 [n]` of each of `rows int64 [n]`; `count int64 [shards]` = how many each has."""
+    count[:] = 0
     for i in range(rows.size):
-        s = shard_of(rows[i], shards)
-        scratch[i] = s
-        shard_start[s + 1] += 1
-    for s in range(shards):
-        shard_start[s + 1] += shard_start[s]
-    cursor = shard_start[:shards].copy()
+        s = shard_of(rows[U(i)], shards)
+        shard[U(i)] = s
+        count[U(s)] += 1
+
+
+@_jit
+def partition(rows, first, shard, cursor, part_rows, part_index):
+    """Put lookups `first ..` into the sections of their shards: each goes to its shard's `cursor`."""
     for i in range(rows.size):
-        s = scratch[i]
-        at = cursor[s]
-        cursor[s] = at + 1
-        part_rows[at] = rows[i]
-        part_index[at] = i
-
-
-@_jit
-def push(slot, batch, ring32, start, listed):
-    """Put `slot` on the stack of slots whose next use is `batch` (scanned, not yet planned)."""
-    w = batch & (start.size - 1)
-    ring32[(start[w] + listed[w]) & (ring32.shape[0] - 1), 3] = slot
-    listed[w] += 1
-
-
-@_jit
-def compact_fifo(regs, slot32, fifo):
-    """Drop the stale elements of the FIFO, in place; the order of the others stays."""
-    mask = fifo.shape[0] - 1
-    write = regs[FIFO_HEAD]
-    for read in range(regs[FIFO_HEAD], regs[FIFO_TAIL]):
-        s = fifo[read & mask, 0]
-        stamp = fifo[read & mask, 1]
-        if slot32[s, 3] == stamp and slot32[s, 2] == NONE:
-            fifo[write & mask, 0] = s
-            fifo[write & mask, 1] = stamp
-            write += 1
-    regs[FIFO_TAIL] = write
-
-
-@_jit
-def enqueue(s, regs, slot32, fifo):
-    """Append slot `s`, which has no known use, to the FIFO (capacity at least twice the slots)."""
-    if regs[FIFO_TAIL] - regs[FIFO_HEAD] == fifo.shape[0]:
-        compact_fifo(regs, slot32, fifo)
-    at = regs[FIFO_TAIL] & (fifo.shape[0] - 1)
-    fifo[at, 0] = s
-    fifo[at, 1] = slot32[s, 3]
-    regs[FIFO_TAIL] += 1
+        s = shard[U(i)]
+        at = cursor[U(s)]
+        cursor[U(s)] = at + 1
+        part_rows[U(at)] = rows[U(i)]
+        part_index[U(at)] = first + i
 
 
 @_jit
@@ -100,7 +80,7 @@ def tables_of(rows, bases, table, counts):
     t = 0
     keep = table.size == rows.size
     for i in range(rows.size):
-        r = rows[i]
+        r = rows[U(i)]
         if r < bases[t] or r >= bases[t + 1]:
             t = np.searchsorted(bases, r, side="right") - 1
         counts[t] += 1
@@ -109,220 +89,338 @@ def tables_of(rows, bases, table, counts):
 
 
 @_jit
-def scan(rows, entry, meta, ring, ring32, slot32, start, listed, regs):
-    """Scan the next batch: number its distinct rows, link next uses.  Returns the distinct rows.
-
-    `entry int32 [L]` receives each lookup's entry number, counted from the batch's first.
-    The ring must have room for L more entries.
-    """
-    k = regs[SCANNED]
-    emask = ring.shape[0] - 1
-    wmask = start.size - 1
-    first = regs[HEAD]
-    head = first
-    # Entries from here on belong to batches that are not planned yet.
-    unplanned = start[regs[PLANNED] & wmask] if regs[PLANNED] < k else first
-    released = regs[RELEASED]
-    start[k & wmask] = first
-    listed[k & wmask] = 0
-    n = rows.size
-    for i in range(n):
-        if i + 2 * AHEAD < n:
-            prefetch(meta, rows[i + 2 * AHEAD] * 2)
-        if i + AHEAD < n:
-            prefetch(ring, np.int64(meta[rows[i + AHEAD], 1] & emask) * 2)
-        r = rows[i]
-        number = meta[r, 1]
-        at = number & emask
-        age = (head - number) & MASK31
-        known = ring[at, 0] == r
-        if known and age <= head - first:
-            entry[i] = head - age - first
+def sweep(shard, shards, live, meta, regs):
+    """Renumber entries of `shard`'s rows that are older than the `live` newest ones, before numbers repeat."""
+    head = regs[HEAD]
+    number = np.int32((head - UNSEEN) & MASK31)
+    for block in range(0, meta.size // 2, 8):
+        if shard_of(block, shards) != shard:
             continue
-        entry[i] = head - first
-        if known and age <= head - unplanned:
-            ring32[at, 2] = k
-        else:
-            s = meta[r, 0] - 1
-            if s >= 0:
-                slot32[s, 2] = k
-                if slot32[s, 3] < released:
-                    push(s, k, ring32, start, listed)
-        at = head & emask
-        ring[at, 0] = r
-        ring32[at, 2] = NONE
-        meta[r, 1] = head & MASK31
-        head += 1
-    regs[HEAD] = head
-    regs[SCANNED] = k + 1
-    start[(k + 1) & wmask] = head
-    return head - first
+        for row in range(block, min(block + 8, meta.size // 2)):
+            if ((head - meta[U(2 * row + 1)]) & MASK31) > live:
+                meta[U(2 * row + 1)] = number
+    regs[SWEPT] = head
 
 
 @_jit
-def count_missing(meta, ring, start, regs):
-    """Distinct rows of the next batch to plan that are not cached."""
-    emask = ring.shape[0] - 1
+def scan(begin, rows, entry, meta, ring, link, slot_use, fifo, start, listed, regs):
+    """Scan the lookups of the next batch from `begin` on: number its distinct rows, link next uses.
+
+    `entry int32 [L]` receives each lookup's entry number, counted from the batch's first.  Returns where it
+    stopped: `rows.size`, or earlier when the ring must grow first.
+    """
+    k = regs[SCANNED]
+    size = ring.size - 1
+    wmask = start.size - 1
+    head = regs[HEAD]
+    origin = regs[ORIGIN]
+    first = head - regs[DISTINCT]
+    tail = start[U(regs[RELEASED] & wmask)]
+    # Entries from here on belong to batches that are not planned yet.
+    unplanned = start[U(regs[PLANNED] & wmask)]
+    released = regs[RELEASED]
+    use = np.int64((k & USE_MASK) + 1) << 40
+    pushed = listed[U(k & wmask)]
+    row = np.empty(BLOCK, np.int64)
+    before = np.empty(BLOCK, np.int64)
+    place = np.empty(BLOCK, np.int64)
+    slot = np.empty(BLOCK, np.int64)
+    n = rows.size
+    i = begin
+    while i < n and head - tail + min(BLOCK, n - i) <= size:
+        stop = min(i + BLOCK, n)
+        known = head - first
+        fresh = 0
+        for a in range(i, stop):
+            if a + 2 * AHEAD < n:
+                prefetch(meta, rows[U(a + 2 * AHEAD)] * 2)
+            r = rows[U(a)]
+            number = np.int64(meta[U(2 * r + 1)])
+            e = (number - first) & MASK31
+            new = e >= UNSEEN
+            at = known + fresh
+            entry[U(a)] = at if new else e
+            meta[U(2 * r + 1)] = np.int32((first + at) & MASK31) if new else np.int32(number)
+            row[U(fresh)] = r
+            before[U(fresh)] = number
+            fresh += new
+        i = stop
+        for f in range(fresh):
+            old = head - ((head - before[U(f)]) & MASK31)
+            linked = old >= unplanned
+            p = old - origin
+            p += size if p < 0 else 0
+            place[U(f)] = p if linked else size
+            s = np.int64(meta[U(2 * row[U(f)])])
+            slot[U(f)] = 0 if linked else s
+            prefetch(ring, place[U(f)])
+            prefetch(slot_use, 2 * slot[U(f)])
+        at = head - origin
+        to = first + pushed - origin
+        for f in range(fresh):
+            if at == size:
+                at = 0
+                origin += size
+                to -= size
+            ring[U(place[U(f)])] |= use
+            s = slot[U(f)]
+            following = slot_use[U(2 * s)]
+            candidate = (s != 0) & (slot_use[U(2 * s + 1)] < released)
+            slot_use[U(2 * s)] = k
+            fifo[U(-2 - following if candidate else fifo.size - 1)] = 0
+            p = to + (size if to < 0 else 0)
+            link[U(p)] = s
+            to += candidate
+            pushed += candidate
+            ring[U(at)] = row[U(f)]
+            at += 1
+        ring[U(size)] = 0
+        head += fresh
+    regs[HEAD] = head
+    regs[ORIGIN] = origin
+    regs[DISTINCT] = head - first
+    listed[U(k & wmask)] = pushed
+    if i == n:
+        regs[DISTINCT] = 0
+        regs[SCANNED] = k + 1
+        start[U((k + 1) & wmask)] = head
+        listed[U((k + 1) & wmask)] = 0
+    return i
+
+
+@_jit
+def lacks(limit, meta, ring, start, regs):
+    """Whether more than `limit` distinct rows of the next batch to plan are not cached."""
+    size = ring.size - 1
     wmask = start.size - 1
     j = regs[PLANNED]
     missing = 0
-    for e in range(start[j & wmask], start[(j + 1) & wmask]):
-        missing += meta[ring[e & emask, 0], 0] == 0
-    return missing
+    for e in range(start[U(j & wmask)], start[U((j + 1) & wmask)]):
+        p = e - regs[ORIGIN]
+        missing += meta[U(2 * (ring[U(p + (size if p < 0 else 0))] & ROW_MASK))] == 0
+        if missing > limit:
+            return True
+    return False
 
 
 @_jit
-def release(batch, ring32, slot32, fifo, start, listed, regs):
+def compact_fifo(regs, slot_use, fifo):
+    """Close the gaps in the FIFO, in place; the order of the others stays."""
+    size = fifo.size - 1
+    read = write = regs[FIFO_HEAD]
+    kept = 0
+    for _ in range(regs[FIFO_SIZE]):
+        s = fifo[U(read)]
+        read = read + 1 if read + 1 < size else 0
+        if s != 0:
+            fifo[U(write)] = s
+            slot_use[U(2 * s)] = -2 - write
+            write = write + 1 if write + 1 < size else 0
+            kept += 1
+    regs[FIFO_SIZE] = kept
+
+
+@_jit
+def release(batch, ring, link, slot_use, fifo, start, listed, regs):
     """End the hold of `batch`: its rows that were not used since may be victims from now on."""
-    emask = ring32.shape[0] - 1
+    size = ring.size - 1
     wmask = start.size - 1
-    lo = start[batch & wmask]
-    hi = start[(batch + 1) & wmask]
-    for e in range(lo, hi):
-        if e + AHEAD < hi:
-            prefetch(slot32, np.int64(ring32[(e + AHEAD) & emask, 3]) * 4)
-        s = ring32[e & emask, 3]
-        if slot32[s, 3] == batch:
-            regs[HELD] -= 1
-            k = slot32[s, 2]
-            if k == NONE:
-                enqueue(s, regs, slot32, fifo)
-            else:
-                push(s, k, ring32, start, listed)
+    fsize = fifo.size - 1
+    origin = regs[ORIGIN]
+    lo = start[U(batch & wmask)]
+    hi = start[U((batch + 1) & wmask)]
+    p = lo - origin
+    p += size if p < 0 else 0
+    q = p
+    for _ in range(min(AHEAD, hi - lo)):
+        prefetch(slot_use, np.int64(link[U(q)]) * 2)
+        q = q + 1 if q + 1 < size else 0
+    held = regs[HELD]
+    waiting = regs[FIFO_SIZE]
+    t = regs[FIFO_HEAD] + waiting
+    t -= fsize if t >= fsize else 0
+    for _ in range(lo, hi):
+        if waiting == fsize:
+            regs[FIFO_SIZE] = waiting
+            compact_fifo(regs, slot_use, fifo)
+            waiting = regs[FIFO_SIZE]
+            t = regs[FIFO_HEAD] + waiting
+            t -= fsize if t >= fsize else 0
+        prefetch(slot_use, np.int64(link[U(q)]) * 2)  # beyond the batch: any slot
+        q = q + 1 if q + 1 < size else 0
+        s = link[U(p)]
+        p = p + 1 if p + 1 < size else 0
+        k = np.int64(slot_use[U(2 * s)])
+        free = slot_use[U(2 * s + 1)] == batch
+        unknown = free & (k < 0)
+        listing = free & (k >= 0)
+        held -= free
+        fifo[U(t if unknown else fsize)] = s
+        slot_use[U(2 * s)] = -2 - t if unknown else k
+        waiting += unknown
+        t += unknown
+        t = 0 if t == fsize else t
+        w = k & wmask
+        at = start[U(w)] + listed[U(w)] - origin
+        at += size if at < 0 else 0
+        link[U(at if listing else size)] = s
+        listed[U(w)] += listing
+    regs[HELD] = held
+    regs[FIFO_SIZE] = waiting
     regs[RELEASED] = batch + 1
 
 
 @_jit
-def pop_victim(j, ring32, slot32, fifo, start, listed, regs):
-    """The slot to give away for batch `j`: no known use first (oldest use first), then the furthest
-    next use; -1 when only held rows are left (never, while no more rows are held than there are slots)."""
-    fmask = fifo.shape[0] - 1
-    while regs[FIFO_HEAD] < regs[FIFO_TAIL]:
-        at = regs[FIFO_HEAD] & fmask
-        prefetch(slot32, np.int64(fifo[(regs[FIFO_HEAD] + AHEAD) & fmask, 0]) * 4)
-        regs[FIFO_HEAD] += 1
-        s = fifo[at, 0]
-        if slot32[s, 3] == fifo[at, 1] and slot32[s, 2] == NONE:
-            return s
-    wmask = start.size - 1
-    emask = ring32.shape[0] - 1
-    k = regs[FAR]
-    while k > j:
-        w = k & wmask
-        if listed[w] > 0:
-            listed[w] -= 1
-            regs[FAR] = k
-            return ring32[(start[w] + listed[w]) & emask, 3]
-        k -= 1
-    regs[FAR] = k
-    return np.int32(-1)
+def pick_victims(fills, taken, fill_slots, link, fifo, start, listed, regs):
+    """Slots to give away, into `fill_slots[taken: fills]`: those without a known use first, oldest use first,
+    then those with the furthest next use.  There are enough while no more rows are held than there are slots."""
+    fsize = fifo.size - 1
+    h = regs[FIFO_HEAD]
+    waiting = regs[FIFO_SIZE]
+    n = taken
+    while n < fills and waiting > 0:
+        s = fifo[U(h)]
+        fill_slots[U(n)] = s
+        n += s != 0
+        h = h + 1 if h + 1 < fsize else 0
+        waiting -= 1
+    regs[FIFO_HEAD] = h
+    regs[FIFO_SIZE] = waiting
+    size = link.size - 1
+    k = regs[SCANNED] - 1
+    while n < fills and k > regs[PLANNED]:
+        w = k & (start.size - 1)
+        while n < fills and listed[U(w)] > 0:
+            listed[U(w)] -= 1
+            p = start[U(w)] + listed[U(w)] - regs[ORIGIN]
+            fill_slots[U(n)] = link[U(p + (size if p < 0 else 0))]
+            n += 1
+        k -= n < fills
 
 
 @_jit
-def plan(
-    depth, meta, ring, ring32, slot, slot32, fifo, free, start, listed, regs,
-    shard, shards, entry_slot, entry_row, fill_rows, fill_slots, evict_rows, evict_slots, out,
+def use_cached(
+    depth, meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
+    shard, shards, entry_slot, entry_row, missing, out,
 ):  # fmt: skip
-    """Plan the next scanned batch.  `free int32` holds `regs[FREE]` empty slots, last one first.
+    """First half of planning a batch: end holds, take the rows that are cached, list those that are not.
 
-    Writes per entry its slot and row, the fills and the evicts (slots numbered over all shards:
-    `local * shards + shard`); `out int64 [3]` = fills, evicts, last batch to wait for.
+    Writes per entry its row and slot (numbered over all shards, from 0: `(local - 1) * shards + shard`) and
+    the entries that are `missing int32`; `out int64 [2]` = how many those are, and how many evicts they need.
     The shard must have at least as many slots as the batch has distinct rows.
     """
     j = regs[PLANNED]
-    emask = ring.shape[0] - 1
+    size = ring.size - 1
     wmask = start.size - 1
-    lo = start[j & wmask]
-    hi = start[(j + 1) & wmask]
     while regs[RELEASED] < j - depth:
-        release(regs[RELEASED], ring32, slot32, fifo, start, listed, regs)
-    listed[j & wmask] = 0  # every slot listed for j is used now; the link words become entry slots
+        release(regs[RELEASED], ring, link, slot_use, fifo, start, listed, regs)
+    listed[U(j & wmask)] = 0  # every slot listed for j is used now; the links become entry slots
+    lo = start[U(j & wmask)]
+    n = start[U((j + 1) & wmask)] - lo
+    base = lo - regs[ORIGIN]
+    released = regs[RELEASED]
+    held = regs[HELD]
+    slot_use[1] = j  # slot 0 is never held
     fills = 0
-    for e in range(lo, hi):
-        if e + 2 * AHEAD < hi:
-            prefetch(meta, ring[(e + 2 * AHEAD) & emask, 0] * 2)
-        if e + AHEAD < hi:
-            ahead = meta[ring[(e + AHEAD) & emask, 0], 0] - 1
-            if ahead >= 0:
-                prefetch(slot32, np.int64(ahead) * 4)
-        at = e & emask
-        r = ring[at, 0]
-        s = meta[r, 0] - 1
-        entry_row[e - lo] = r
-        if s >= 0:
-            slot32[s, 2] = ring32[at, 2]
-            regs[HELD] += slot32[s, 3] < regs[RELEASED]
-            slot32[s, 3] = j
-            ring32[at, 3] = s
-            entry_slot[e - lo] = s * shards + shard
-        else:
-            fill_rows[fills] = e  # replaced by the row below
-            fills += 1
-    regs[HELD] += fills
-    while regs[HELD] > slot.shape[0]:  # the hold of batches j-depth.. is too long for this cache: shorten it
-        release(regs[RELEASED], ring32, slot32, fifo, start, listed, regs)
-    regs[FAR] = regs[SCANNED] - 1
+    for e in range(n):
+        if e + 2 * AHEAD < n:
+            p = base + e + 2 * AHEAD
+            prefetch(meta, (ring[U(p + (size if p < 0 else 0))] & ROW_MASK) * 2)
+        if e + AHEAD < n:
+            p = base + e + AHEAD
+            prefetch(slot_use, 2 * np.int64(meta[U(2 * (ring[U(p + (size if p < 0 else 0))] & ROW_MASK))]))
+        p = base + e
+        p += size if p < 0 else 0
+        r = ring[U(p)] & ROW_MASK
+        use = ring[U(p)] >> 40
+        s = np.int64(meta[U(2 * r)])
+        slot_use[U(2 * s)] = j + ((use - 1 - j) & USE_MASK) if use > 0 else np.int64(NONE)
+        held += slot_use[U(2 * s + 1)] < released
+        slot_use[U(2 * s + 1)] = j
+        link[U(p)] = s
+        entry_row[U(e)] = r
+        entry_slot[U(e)] = (s - 1) * shards + shard
+        missing[U(fills)] = e
+        fills += s == 0
+    regs[HELD] = held + fills
+    while regs[HELD] > slot_row.size - 1:  # the hold of batches j-depth.. is too long for this cache: shorten it
+        release(regs[RELEASED], ring, link, slot_use, fifo, start, listed, regs)
+    out[0] = fills
+    out[1] = max(fills - regs[FREE], 0)
+
+
+@_jit
+def fill_missing(
+    meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
+    shard, shards, entry_slot, missing, fill_rows, fill_slots, evict_rows, evict_slots,
+):  # fmt: skip
+    """Second half: a slot for each row that is missing.  Returns the last batch to wait for.
+
+    `free int32` holds `regs[FREE]` empty slots, last one first.  Writes the fills and the evicts.
+    """
+    j = regs[PLANNED]
+    size = ring.size - 1
+    base = start[U(j & (start.size - 1))] - regs[ORIGIN]
+    fills = missing.size
     taken = min(fills, regs[FREE])  # fills that go to empty slots; the others need a victim each
-    for f in range(fills):
-        if f < taken:
-            regs[FREE] -= 1
-            fill_slots[f] = free[regs[FREE]]
-        else:
-            fill_slots[f] = pop_victim(j, ring32, slot32, fifo, start, listed, regs)
+    for f in range(taken):
+        fill_slots[U(f)] = free[U(regs[FREE] - 1 - f)]
+    regs[FREE] -= taken
+    pick_victims(fills, taken, fill_slots, link, fifo, start, listed, regs)
     wait = np.int64(-1)
     for f in range(fills):
         if f + AHEAD < fills:
-            prefetch(slot, np.int64(fill_slots[f + AHEAD]) * 2)
+            prefetch(slot_row, np.int64(fill_slots[U(f + AHEAD)]))
+            prefetch(slot_use, 2 * np.int64(fill_slots[U(f + AHEAD)]))
         if f + AHEAD // 2 < fills:
-            prefetch(meta, max(slot[fill_slots[f + AHEAD // 2], 0], 0) * 2)
-        s = fill_slots[f]
+            prefetch(meta, max(slot_row[U(fill_slots[U(f + AHEAD // 2)])], 0) * 2)
+        s = np.int64(fill_slots[U(f)])
         if f >= taken:
-            evict_rows[f - taken] = slot[s, 0]
-            evict_slots[f - taken] = s * shards + shard
-            meta[slot[s, 0], 0] = 0
-            wait = max(wait, np.int64(slot32[s, 3]))
-        e = fill_rows[f]
-        at = e & emask
-        r = ring[at, 0]
-        meta[r, 0] = s + 1
-        slot[s, 0] = r
-        slot32[s, 2] = ring32[at, 2]
-        slot32[s, 3] = j
-        ring32[at, 3] = s
-        entry_slot[e - lo] = s * shards + shard
-        fill_rows[f] = r
-        fill_slots[f] = s * shards + shard
+            evict_rows[U(f - taken)] = slot_row[U(s)]
+            evict_slots[U(f - taken)] = (s - 1) * shards + shard
+            meta[U(2 * slot_row[U(s)])] = 0
+            wait = max(wait, np.int64(slot_use[U(2 * s + 1)]))
+        e = np.int64(missing[U(f)])
+        p = base + e
+        p += size if p < 0 else 0
+        r = ring[U(p)] & ROW_MASK
+        use = ring[U(p)] >> 40
+        meta[U(2 * r)] = s
+        slot_row[U(s)] = r
+        slot_use[U(2 * s)] = j + ((use - 1 - j) & USE_MASK) if use > 0 else np.int64(NONE)
+        slot_use[U(2 * s + 1)] = j
+        link[U(p)] = s
+        entry_slot[U(e)] = (s - 1) * shards + shard
+        fill_rows[U(f)] = r
+        fill_slots[U(f)] = (s - 1) * shards + shard
     regs[PLANNED] = j + 1
-    out[0] = fills
-    out[1] = fills - taken
-    out[2] = wait
+    return wait
 
 
 @_jit
 def segments(entry, index, entry_slot, lookup_base, slots, seg_start, seg_lookup):
     """Counting sort of a shard's lookups by entry; `slots[lookup]` for each of them.
 
-    `index` are the lookups' numbers in the batch (empty: 0, 1, 2, …).  `seg_start` (one more than
-    entries, counted from `lookup_base`) and `seg_lookup` are the shard's sections of the plan's.
+    `index` are the lookups' numbers in the batch (empty: 0, 1, 2, …).  `seg_start` (where each entry's
+    lookups start, counted from `lookup_base`) and `seg_lookup` are the shard's sections of the plan's.
     """
     n = entry.size
     u = entry_slot.size
-    for e in range(u + 1):
-        seg_start[e] = 0
+    cursor = np.zeros(2 * u, np.int32)  # next place, slot
     for i in range(n):
-        seg_start[entry[i] + 1] += 1
+        cursor[U(2 * entry[U(i)])] += 1
     total = np.int64(0)
-    for e in range(1, u + 1):  # seg_start[e] becomes where entry e-1 starts: a cursor for it
-        count = seg_start[e]
-        seg_start[e] = total
+    for e in range(u):
+        count = cursor[U(2 * e)]
+        seg_start[U(e)] = lookup_base + total
+        cursor[U(2 * e)] = total
+        cursor[U(2 * e + 1)] = entry_slot[U(e)]
         total += count
     plain = index.size == 0
     for i in range(n):
-        e = entry[i]
-        at = seg_start[e + 1]
-        seg_start[e + 1] = at + 1
-        lookup = np.int64(i) if plain else np.int64(index[i])
-        seg_lookup[at] = lookup
-        slots[lookup] = entry_slot[e]
-    for e in range(u + 1):
-        seg_start[e] += lookup_base
+        e = entry[U(i)]
+        at = cursor[U(2 * e)]
+        cursor[U(2 * e)] = at + 1
+        lookup = np.int64(i) if plain else np.int64(index[U(i)])
+        seg_lookup[U(at)] = lookup
+        slots[U(lookup)] = cursor[U(2 * e + 1)]

@@ -71,3 +71,6 @@ class ResidentPlanner:
 
     def check(self) -> None:
         """Nothing can be wrong: slot = row."""
+
+    def close(self) -> None:
+        """No thread to end."""

@@ -59,7 +59,7 @@ def describe(point: Point) -> dict[str, Any]:
         "mode": point.mode,
         "batch_size": c.mini_batch_size,
         "dim": c.arch_sparse_feature_size,
-        "horizon": max(c.horizon, c.prefetch_depth),
+        "horizon": max(int(c.horizon), c.prefetch_depth),
         "prefetch_depth": c.prefetch_depth,
         "depth_is_horizon": point.tied,
         "repeat": point.repeat,
@@ -146,9 +146,9 @@ def _simulate_pass(points: list[Point], append: Callable[[dict[str, Any]], None]
     caches: list[Cache] = []
     for point in points:
         c, rows = point.config, cache_size(point.config, trace.num_rows)
-        caches.append(LookAheadCache(rows, c.horizon, c.prefetch_depth, len(trace.table_rows)))
+        caches.append(LookAheadCache(rows, int(c.horizon), c.prefetch_depth, len(trace.table_rows)))
         caches.append(MinCache(rows, tuple(sorted({0, c.prefetch_depth}))))
-    horizon = max(max(p.config.horizon, p.config.prefetch_depth) for p in points)
+    horizon = max(max(int(p.config.horizon), p.config.prefetch_depth) for p in points)
     depth = max(p.config.prefetch_depth for p in points)
     total = trace.batches or 0
     share = len(points) / total if total else 0.0
