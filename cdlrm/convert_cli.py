@@ -124,6 +124,7 @@ def run_convert(found: argparse.Namespace) -> int:
         lines.append(f"went on behind block {result.resumed_blocks:,}, which an earlier run had finished")
     if result.bad_rows:
         lines.append(f"left out {result.bad_rows:,} bad rows")
+        lines += source.bad_examples
     lines.append(f"columns: 1 label, {len(source.dense)} dense, {len(source.features)} categorical")
     if result.multi_hot:
         lines.append(f"with several ids: {', '.join(result.multi_hot)}")

@@ -157,8 +157,10 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     err = capsys.readouterr().err
     assert "day_0" in err and err.count("\n") == 1
     assert main([*flags, "--bad-rows", "skip", "--json", str(json_file)]) == 0
-    assert "1 malformed" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "1 malformed" in told.out and "day_0: line 201: column i1 is 'seven'" in told.out
     report = json.loads(json_file.read_text(encoding="utf-8"))
+    assert "day_0: line 201" in report["data"]["bad_row_examples"][0]
     assert report["data"]["bad_rows"] == 1 and report["training"]["samples"] == 359
 
 

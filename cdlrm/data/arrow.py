@@ -176,8 +176,8 @@ def pooled(shape: tuple[int, ...], dtype: type) -> np.ndarray:
             break
         _spare.append(other)
     if memory is None:
-        memory = memoryview(np.empty(size, np.uint8))
-    whole = np.frombuffer(memory, dtype, count)
+        memory = np.empty(size, np.uint8).data
+    whole: np.ndarray = np.frombuffer(memory, dtype, count)
     weakref.finalize(whole, _spare.append, memory).atexit = False
     return whole.reshape(shape)
 

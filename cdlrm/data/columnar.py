@@ -177,6 +177,8 @@ class ColumnarSource(FileSource):
             self._refuse(block, lo, table, firsts + firsts_of_ids)
         columns = Columns(dense, labels, ids, bags)
         skipped = int(np.count_nonzero(bad))
+        if skipped and self._more_examples > 0:
+            self._name_bad(block, lo, table, np.flatnonzero(bad)[: self._more_examples])
         return (columns.take(np.flatnonzero(bad == 0)) if skipped else columns), skipped
 
     def _convert_numbers(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
@@ -197,6 +199,11 @@ class ColumnarSource(FileSource):
 
     def _refuse(self, block: int, lo: int, table: pa.Table, firsts: Sequence[int]) -> None:
         """`DataError` for the first column with a bad row; firsts: label, dense and categorical columns."""
+        sentence = self._what_is_wrong(block, lo, table, firsts)
+        if sentence is not None:
+            raise DataError(f"{sentence}, or pass bad_rows='skip'")
+
+    def _what_is_wrong(self, block: int, lo: int, table: pa.Table, firsts: Sequence[int]) -> str | None:
         names = [self.label, *self.dense, *self.sparse]
         for at, (name, first) in enumerate(zip(names, firsts, strict=True)):
             if first >= 0:
@@ -205,9 +212,17 @@ class ColumnarSource(FileSource):
                 role = "label" if at == 0 else "dense" if at <= self.num_dense else "ids"
                 ids = self.id_maps[at - 1 - self.num_dense] if role == "ids" else None
                 wrong, remedy = arrow.bad_value(table.column(name), first, role, ids)
-                raise DataError(
-                    f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}, or pass bad_rows='skip'"
-                )
+                return f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}"
+        return None
+
+    def _name_bad(self, block: int, lo: int, table: pa.Table, rows: np.ndarray) -> None:
+        """What is wrong with some bad rows: each is converted once more by itself."""
+        for row in rows.tolist():
+            alone, bad = table.slice(row, 1), np.zeros(1, np.uint8)
+            firsts = self._convert_numbers(alone, bad)[2] + self._convert_ids(alone, bad)[2]
+            sentence = self._what_is_wrong(block, lo + row, alone, firsts)
+            if sentence is not None:
+                self._left_out(sentence)
 
     def settings(self) -> dict[str, Any]:
         mine: dict[str, Any] = {"columns": [self.label, *self.dense, *self.sparse]}
