@@ -28,7 +28,7 @@ from .ahead import Lookahead, lookahead
 from .autograd import GroupCall, pooled_lookup
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
-from .gradient import applied_gradient, squared_norm, waiting_gradient
+from .gradient import WaitingGradient, applied_gradient, squared_norm, waiting_gradient
 from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten
 from .placement import available_bytes
@@ -46,6 +46,10 @@ class CachedModule(nn.Module):
 
     `groups` and, for each, `slots`: the features that this module looks up there, in order; `widths`:
     output columns of each group's dim.  `keys`: state_dict key -> name of each of the module's tables.
+
+    `grad_scaler`: the GradScaler of the loop, if there is one.  `several_updates_a_step`: with
+    `update="backward"`, allow several backward passes (each an update) before one step of the
+    optimizer, which is refused otherwise as gradient accumulation.
     """
 
     groups: list[Group]
@@ -61,6 +65,9 @@ class CachedModule(nn.Module):
         self.grad_scaler: Any = None
         self.updates_known: int | None = None  # see `accumulation.py`
         self.told_accumulation = False
+        self.several_updates_a_step = False
+        self.backward_pass = -1
+        self.stepped_without_scaler = False
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}
@@ -119,6 +126,10 @@ class CachedModule(nn.Module):
     def updates_made(self) -> int:
         """Updates in the backward pass so far (0 with `update="step"`)."""
         return max(0 if group.deferred else group.updates for group in self.groups)
+
+    def gradients_wait(self) -> bool:
+        """Whether row gradients wait for the optimizer's step (`update="step"`)."""
+        return self._norm != 0.0 and type(self.anchor.grad) is WaitingGradient
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's

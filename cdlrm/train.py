@@ -8,9 +8,11 @@ the same, bit for bit.
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -65,6 +67,7 @@ class Trainer:
             from .tensorboard import TensorBoard
 
             self.listener = Several([self.listener, TensorBoard(config.logdir)])
+        seed_everything(config.seed)
         self.chosen: list[str] = []
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
         self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
@@ -318,6 +321,14 @@ class Trainer:
             "chosen": self.chosen,
             "config": self.config.to_mapping(),
         }
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's, NumPy's and Python's generators, whatever may draw from them: layers of one's own, loaders.
+    A resumed run gets the states that were saved."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlrm.EmbeddingBagCollection:
