@@ -248,7 +248,8 @@ class CachedModule(nn.Module):
             value = state_dict[prefix + key]
             try:
                 if not isinstance(value, TableReference):
-                    self.set_table(name, value)
+                    cast = isinstance(value, Tensor) and value.is_floating_point()  # as torch copies into parameters
+                    self.set_table(name, value.to(torch.float32) if cast else value)
                 elif value != self._reference(name):
                     raise InputError(
                         f"table {name!r}: the state_dict refers to the rows in {value.file}, which are not this "

@@ -262,7 +262,7 @@ def test_alimama(tmp_path: Path) -> None:
     source = open_layout("alimama", [str(tmp_path / "x.csv")], batch_size=1, raw=True)
     convert(source, tmp_path / "y.parquet")
     (batch,) = batches(tmp_path / "y.parquet", 20)
-    assert batch.labels.tolist() == [0, 1] * 10 and batch.dense.tolist() == [[0.5]] * 20
+    assert batch.labels.tolist() == [0, 1] * 10 and batch.dense.tolist() == [[np.float32(np.log1p(0.5))]] * 20
     history = batch.sparse["cate_his"]
     assert history.offsets is not None
     for i, row in enumerate(rows):
