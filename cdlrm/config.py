@@ -99,6 +99,9 @@ class TrainConfig:
         aliases=("--num-indices-per-lookup",))
 
     arch_sparse_feature_size: int = setting(16, "dim of the tables", group="model", kind=int, low=1, high=4096)
+    pooling: str = setting(
+        "sum", "how the rows of a sample's ids become one vector; sum lets histories of tens of ids diverge at rates "
+        "at which mean learns", group="model", choices=("sum", "mean"))
     arch_mlp_bot: str | None = setting(
         None, "layers of the bottom MLP, from the number of dense columns to --arch-sparse-feature-size; "
         "default: that number-128-64-dim", group="model", metavar="13-512-256-64-16")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from .driver.cpu import CpuDriver
 from .errors import ConfigError
 from .group import Group
 from .initial import Initializer
+from .machine import available_bytes
 from .optim import Optimizer
 from .plan.planner import MAX_SLOTS
 from .store import Store, open_store
@@ -24,17 +24,6 @@ log = logging.getLogger("cdlrm")
 
 UPDATES = ("backward", "step")
 RESERVE = 0.25  # of the available memory is left to everything else
-
-
-def available_bytes() -> int:
-    """Host memory that may still be used: the machine's, or less under a cgroup's limit."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return max(available, 0)
 
 
 def choose_driver(device: str | torch.device | None) -> Driver:

@@ -336,7 +336,8 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
     dim = config.arch_sparse_feature_size
     rate = config.embedding_learning_rate or config.learning_rate
     tables = [
-        cdlrm.Table(feature, rows, dim) for feature, rows in zip(data.features, data.table_rows, strict=True)
+        cdlrm.Table(feature, rows, dim, pooling=config.pooling)
+        for feature, rows in zip(data.features, data.table_rows, strict=True)
     ]
     collection = cdlrm.EmbeddingBagCollection(
         tables,

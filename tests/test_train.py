@@ -340,3 +340,23 @@ def test_all_random_generators_start_from_the_seed() -> None:
 
     first, again, other = drawn(5), drawn(5), drawn(2**40)
     assert first == again and all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_pooling_of_the_tables() -> None:
+    """Sums of two equal ids are twice their mean, and training goes another way."""
+    with Trainer(small(pooling="mean", synthetic_multi_hot=2)) as mean, Trainer(small(synthetic_multi_hot=2)) as total:
+        ids = {feature: (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2])) for feature in mean.data.features}
+        with torch.no_grad():
+            assert torch.equal(2 * mean.tables(ids), total.tables(ids))
+
+
+def test_the_documented_command_for_long_histories_learns(data_dir: Path, tmp_path: Path) -> None:
+    from cdlrm.cli import main
+
+    sample = data_dir / "alimama_dmr_500.csv"
+    data = str(tmp_path / "alimama.parquet")
+    assert main(["convert", "--layout", "alimama", str(sample), data]) == 0
+    flags = ["--pooling", "mean", "--mini-batch-size", "64", "--nepochs", "10", "--no-progress"]
+    assert main(["train", "--data", data, *flags, "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["training"]["loss"] < 0.3 < report["evaluations"][0]["log_loss"]

@@ -23,8 +23,8 @@ __all__ = ["AlimamaSource", "AmazonSource"]
 class AlimamaSource(ColumnarSource):
     """Comma-separated lines of 267 numbers, as the examples of Deep Match to Rank (DMR, AAAI 2020) have them: three
     histories of 50 (behaviour, category, brand; 0 = padding, dropped), two masks of 50 that repeat what is padding
-    and are not read, 15 single numbers, the price among them, and the label. Ids are row numbers. The price is
-    converted as it is and read as log(1 + price), as the numbers of other files are: unscaled, training diverges."""
+    and are not read, 15 single numbers, the price among them (used as it is: it is
+    scaled to [0, 1] already), and the label. Ids are row numbers."""
 
     format = "alimama"
     column_settings = ()
@@ -43,7 +43,7 @@ class AlimamaSource(ColumnarSource):
 
     def _prepared(self, file: str) -> Prepared | None:
         sparse = [*self.histories, *(name for name in self.singles if name not in ("price", "label"))]
-        return Prepared("label", ["price"], sparse, numbered=True)
+        return Prepared("label", ["price"], sparse, numbered=True, dense_ready=True)
 
     def _schema_of(self, reader: str) -> pa.Schema:
         lists = [(name, pa.list_(pa.int64(), self._length)) for name in self.histories]

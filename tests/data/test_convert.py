@@ -25,6 +25,7 @@ from cdlrm.cli import main
 from cdlrm.data import Batch, open_source, open_train_test
 from cdlrm.data.convert import convert
 from cdlrm.data.layouts import open_layout
+from cdlrm.data.vocabulary import Numbering
 from cdlrm.errors import CdlrmError, ConfigError, DataError
 
 ROWS = 700
@@ -262,7 +263,7 @@ def test_alimama(tmp_path: Path) -> None:
     source = open_layout("alimama", [str(tmp_path / "x.csv")], batch_size=1, raw=True)
     convert(source, tmp_path / "y.parquet")
     (batch,) = batches(tmp_path / "y.parquet", 20)
-    assert batch.labels.tolist() == [0, 1] * 10 and batch.dense.tolist() == [[np.float32(np.log1p(0.5))]] * 20
+    assert batch.labels.tolist() == [0, 1] * 10 and batch.dense.tolist() == [[0.5]] * 20
     history = batch.sparse["cate_his"]
     assert history.offsets is not None
     for i, row in enumerate(rows):
@@ -385,3 +386,21 @@ def test_full_disk_is_one_sentence(
     assert "y.parquet: cannot be written (No space left on device)" in err and err.count("\n") == 1
     assert not (tmp_path / "y.parquet").exists()
     assert main(command) == 0
+
+
+def test_numbering_takes_at_most_28_bytes_an_id_and_asks_for_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for count in (40_000, 79_000, 99_000, 125_000, 160_000):
+        numbering = Numbering("c1")
+        ids = rng.integers(0, 2**40, count)
+        found = numbering.number(np.concatenate([ids, ids[::-1], [-1]]))
+        assert np.array_equal(found[:count], found[count:-1][::-1]) and found[-1] == 0
+        used = len(np.unique(ids))
+        held = sum(array.nbytes for array in (numbering._order, numbering._counts, numbering._table))
+        assert found.max() == used and held <= 28 * used
+        assert np.array_equal(numbering.frozen(1)[0][found[:count] - 1], ids)
+    monkeypatch.setattr("cdlrm.data.vocabulary._SMALL_BYTES", 0)
+    monkeypatch.setattr("cdlrm.data.vocabulary.available_bytes", lambda: 1000)
+    with pytest.raises(DataError, match="column 'c1' has more than .* distinct ids.* leave --vocabulary out") as info:
+        Numbering("c1").number(np.arange(5000))
+    assert "\n" not in str(info.value)
