@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .accumulation import earlier_gradients, refuse_accumulation
 from .driver.base import Verdict
 from .errors import NonFiniteGradientError, UsageError
 from .group import Group
@@ -71,12 +72,14 @@ class _PooledLookup(torch.autograd.Function):
     ) -> Any:
         ctx.module, ctx.calls, ctx.features = module, calls, features
         ctx.learns = anchor.requires_grad
+        ctx.earlier = earlier_gradients(module)
         ctx.set_materialize_grads(False)
         return tuple(_forward(calls, module.output_dtype, training=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_accumulation(ctx.module, ctx.earlier)
         dims = sorted({each.group.dim for each in ctx.calls})
         by_dim = dict(zip(dims, grads, strict=True))
         received: list[tuple[GroupCall, Tensor]] = []

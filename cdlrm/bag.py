@@ -235,6 +235,10 @@ def _integers(kind: str, name: str, value: Any) -> Tensor:
         raise InputError(
             f"{kind}: {name} is a nested tensor; pass its values() and offsets() with include_last_offset."
         )
+    if value.is_meta:
+        raise InputError(
+            f"{kind}: {name} is on the device 'meta', which has shapes but no ids; pass a tensor with ids on the CPU."
+        )
     return value.cpu()
 
 

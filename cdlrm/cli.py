@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import GROUPS, TrainConfig, flag_of, suggestion
+from .config import GROUPS, TrainConfig, flag_of, in_flags, suggestion
 from .convert_cli import add_convert
 from .errors import CdlrmError, ConfigError, DataError
 from .simulate.command import add_simulate
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CdlrmError as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {in_flags(str(error))}\n")
         return 2 if isinstance(error, ConfigError) else 1
 
 

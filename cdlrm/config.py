@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -100,6 +101,9 @@ class TrainConfig:
         aliases=("--num-indices-per-lookup",))
 
     arch_sparse_feature_size: int = setting(16, "dim of the tables", group="model", kind=int, low=1, high=4096)
+    pooling: str = setting(
+        "sum", "how the rows of a sample's ids become one vector; sum lets histories of tens of ids diverge at rates "
+        "at which mean learns", group="model", choices=("sum", "mean"))
     arch_mlp_bot: str | None = setting(
         None, "layers of the bottom MLP, from the number of dense columns to --arch-sparse-feature-size; "
         "default: that number-128-64-dim", group="model", metavar="13-512-256-64-16")
@@ -242,6 +246,18 @@ class TrainConfig:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def in_flags(sentence: str) -> str:
+    """A sentence that names arguments of the library, for somebody who gives flags: `cache_rows=10` becomes
+    `--cache-rows 10`, and `table_rows` becomes `--table-rows`."""
+    for field in dataclasses.fields(TrainConfig):
+        flag, name = flag_of(field.name), re.escape(field.name)
+        sentence = re.sub(rf"(?<![-\w/.]){name} \({flag}\)", flag, sentence)
+        sentence = re.sub(rf"(?<![-\w/.]){name}=(?!True|False)(?:'([^']*)'|([\w.+-]*\w))", rf"{flag} \1\2", sentence)
+        if "_" in field.name:  # others are words
+            sentence = re.sub(rf"(?<![-\w/.]){name}(?![\w/.=-])", flag, sentence)
+    return sentence
 
 
 def name_of(key: object) -> str:

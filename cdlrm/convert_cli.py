@@ -42,6 +42,7 @@ examples:
   cdlrm train --data train.parquet --test-data test.parquet
   cdlrm convert criteo_tb_orc criteo.parquet --vocabulary
   cdlrm convert --layout alimama alimama_dmr_500.csv alimama.parquet
+  cdlrm train --data alimama.parquet --pooling mean --mini-batch-size 64
   cdlrm convert --layout amazon --split train --negatives 4 amazon_video_games_seq.txt train.parquet
   cdlrm convert --layout amazon --split test --negatives 100 amazon_video_games_seq.txt test.parquet
   cdlrm convert kaggleAdDisplayChallenge_processed.npz kaggle.parquet
@@ -124,6 +125,7 @@ def run_convert(found: argparse.Namespace) -> int:
         lines.append(f"went on behind block {result.resumed_blocks:,}, which an earlier run had finished")
     if result.bad_rows:
         lines.append(f"left out {result.bad_rows:,} bad rows")
+        lines += source.bad_examples
     lines.append(f"columns: 1 label, {len(source.dense)} dense, {len(source.features)} categorical")
     if result.multi_hot:
         lines.append(f"with several ids: {', '.join(result.multi_hot)}")

@@ -39,9 +39,10 @@ class Datasets:
         return {"features": list(self.features), "num_dense": self.num_dense, "ids": ids}
 
     def counters(self) -> dict[str, Any]:
-        """What reading counted, for the report: malformed rows that were left out."""
+        """What reading counted, for the report: malformed rows that were left out, and the first few by name."""
         test = 0 if self.test is None else self.test.skipped_rows
-        return {"bad_rows": self.train.skipped_rows + test}
+        examples = self.train.bad_examples + ([] if self.test is None else self.test.bad_examples)
+        return {"bad_rows": self.train.skipped_rows + test, "bad_row_examples": examples}
 
 
 def open_datasets(config: TrainConfig, chosen: list[str]) -> Datasets:

@@ -204,6 +204,11 @@ def _tensor_array(slot: FeatureSlot, what: str, given: torch.Tensor, names: str)
     try:
         return given.detach().cpu().numpy()
     except (TypeError, RuntimeError, NotImplementedError) as error:
+        if given.is_meta:
+            raise InputError(
+                f"{_where(slot)}: {what} is on the device 'meta', which has shapes but no data; pass a dense {names} "
+                f"tensor on the CPU."
+            ) from error
         raise InputError(
             f"{_where(slot)}: {what} is a tensor ({given.dtype}, {given.layout}, {given.device}) that cannot be "
             f"read on the CPU; pass a dense {names} tensor."

@@ -29,10 +29,10 @@ from .autograd import GroupCall, pooled_lookup
 from .driver.base import Verdict
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
-from .gradient import applied_gradient, waiting_gradient
+from .gradient import WaitingGradient, applied_gradient, waiting_gradient
 from .group import Group
-from .host_memory import available_bytes
 from .lookups import FeatureSlot, Lookups, flatten
+from .machine import available_bytes
 from .reference import TableReference
 from .stats import group_stats, total
 from .step import Call
@@ -48,6 +48,10 @@ class CachedModule(nn.Module):
 
     `groups` and, for each, `slots`: the features that this module looks up there, in order; `widths`:
     output columns of each group's dim.  `keys`: state_dict key -> name of each of the module's tables.
+
+    `grad_scaler`: the GradScaler of the loop, if there is one.  `several_updates_a_step`: with
+    `update="backward"`, allow several backward passes (each an update) before one step of the
+    optimizer, which is refused otherwise as gradient accumulation.
     """
 
     groups: list[Group]
@@ -64,6 +68,9 @@ class CachedModule(nn.Module):
         self.grad_scaler: Any = None
         self.updates_known: int | None = None  # see `accumulation.py`
         self.told_accumulation = False
+        self.several_updates_a_step = False
+        self.backward_pass = -1
+        self.stepped_without_scaler = False
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}
@@ -128,6 +135,10 @@ class CachedModule(nn.Module):
     def updates_made(self) -> int:
         """Updates in the backward pass so far (0 with `update="step"`)."""
         return max(group.updates if group.deferred is None else 0 for group in self.groups)
+
+    def gradients_wait(self) -> bool:
+        """Whether row gradients wait for the optimizer's step (`update="step"`)."""
+        return self._norm != 0.0 and type(self.anchor.grad) is WaitingGradient
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's
@@ -244,7 +255,8 @@ class CachedModule(nn.Module):
             value = state_dict[prefix + key]
             try:
                 if not isinstance(value, TableReference):
-                    self.set_table(name, value)
+                    cast = isinstance(value, Tensor) and value.is_floating_point()  # as torch copies into parameters
+                    self.set_table(name, value.to(torch.float32) if cast else value)
                 elif value != self._reference(name):
                     raise InputError(
                         f"table {name!r}: the state_dict refers to the rows in {value.file}, which are not this "

@@ -14,8 +14,8 @@ from .driver.choose import Chosen, choose
 from .driver.cpu import CpuDriver
 from .errors import ConfigError
 from .group import Group
-from .host_memory import available_bytes
 from .initial import Initializer
+from .machine import available_bytes
 from .optim import Optimizer
 from .plan.planner import MAX_SLOTS
 from .store import Store, open_store

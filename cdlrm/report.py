@@ -90,6 +90,7 @@ def render(report: Mapping[str, Any]) -> str:
         lines += ["Checkpoint", _row("newest", written)]
     if report["data"].get("bad_rows"):
         lines += ["Data", _row("rows left out", f"{report['data']['bad_rows']:,} malformed")]
+        lines += [f"  - {example}" for example in report["data"]["bad_row_examples"]]
     if report["chosen"]:
         lines += ["Chosen automatically", *(f"  - {sentence}" for sentence in report["chosen"])]
     return "\n".join(lines)

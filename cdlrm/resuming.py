@@ -18,8 +18,8 @@ from .data import Source
 from .errors import ConfigError, DataError
 
 MUST_AGREE = (
-    "arch_sparse_feature_size", "arch_mlp_top", "arch_interaction_op", "arch_interaction_itself", "loss_function",
-    "mini_batch_size", "learning_rate", "optimizer", "dense_optimizer", "seed", "shuffle",
+    "arch_sparse_feature_size", "pooling", "arch_mlp_top", "arch_interaction_op", "arch_interaction_itself",
+    "loss_function", "mini_batch_size", "learning_rate", "optimizer", "dense_optimizer", "seed", "shuffle",
 )  # fmt: skip
 """Settings that a resumed run would ignore or go on differently with.  What the tables, the model and the data
 can tell themselves (rows, MLPs, files) is checked by them."""
@@ -86,6 +86,7 @@ class Checkpoints:
             raise ConfigError(f"--resume: the checkpoint in {self.directory} was not written by cdlrm train.")
         then, now = extra["config"], self.config.to_mapping()
         for values in (then, now):
+            values.setdefault("pooling", "sum")  # of runs before there was a choice
             values["embedding_learning_rate"] = values["embedding_learning_rate"] or values["learning_rate"]
         for name in (*MUST_AGREE, "embedding_learning_rate"):
             if then.get(name) != now[name]:

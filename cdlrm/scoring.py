@@ -24,7 +24,7 @@ from .config import TrainConfig
 from .data import Batch, Source
 from .datasets import Datasets
 from .errors import ConfigError, DataError
-from .host_memory import available_bytes
+from .machine import available_bytes
 from .progress import Listener
 from .scoring_config import ScoreConfig
 from .train import build_model, build_tables
@@ -135,6 +135,7 @@ def evaluate(config: ScoreConfig, listener: Listener | None = None) -> dict[str,
             "metrics": found,
             "samples_per_second": reporting.ratio(found["samples"], done - loaded),
             "bad_rows": scorer.source.skipped_rows,
+            "bad_row_examples": scorer.source.bad_examples,
             "seconds": {"load": loaded - started, "evaluate": done - loaded},
         }
 
@@ -168,6 +169,7 @@ def predict(config: ScoreConfig, out: str | Path, listener: Listener | None = No
             "samples": row,
             "samples_per_second": reporting.ratio(row, time.perf_counter() - loaded),
             "bad_rows": scorer.source.skipped_rows,
+            "bad_row_examples": scorer.source.bad_examples,
             "seconds": {"load": loaded - started, "predict": time.perf_counter() - loaded},
         }
 
@@ -221,4 +223,5 @@ def _common(found: dict[str, Any]) -> list[str]:
     lines = [f"  {'samples/s':<22}{reporting.number(found['samples_per_second'], ',.0f')}"]
     if found["bad_rows"]:
         lines.append(f"  {'rows left out':<22}{found['bad_rows']:,} malformed")
+        lines += [f"  - {example}" for example in found["bad_row_examples"]]
     return lines

@@ -8,9 +8,11 @@ the same, bit for bit.
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -65,6 +67,7 @@ class Trainer:
             from .tensorboard import TensorBoard
 
             self.listener = Several([self.listener, TensorBoard(config.logdir)])
+        seed_everything(config.seed)
         self.chosen: list[str] = []
         self._horizon_why: str | None = None
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
@@ -322,12 +325,21 @@ class Trainer:
         }
 
 
+def seed_everything(seed: int) -> None:
+    """Seed torch's, NumPy's and Python's generators, whatever may draw from them: layers of one's own, loaders.
+    A resumed run gets the states that were saved."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlrm.EmbeddingBagCollection:
     """One table a feature, all of one dim and optimizer, so one group and one cache."""
     dim = config.arch_sparse_feature_size
     rate = config.embedding_learning_rate or config.learning_rate
     tables = [
-        cdlrm.Table(feature, rows, dim) for feature, rows in zip(data.features, data.table_rows, strict=True)
+        cdlrm.Table(feature, rows, dim, pooling=config.pooling)
+        for feature, rows in zip(data.features, data.table_rows, strict=True)
     ]
     collection = cdlrm.EmbeddingBagCollection(
         tables,

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cdlrm.cli import main
-from cdlrm.config import TrainConfig
+from cdlrm.config import TrainConfig, in_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -156,9 +156,12 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(flags) == 1
     err = capsys.readouterr().err
     assert "day_0" in err and err.count("\n") == 1
+    assert "or pass --bad-rows skip" in err and "bad_rows=" not in err
     assert main([*flags, "--bad-rows", "skip", "--json", str(json_file)]) == 0
-    assert "1 malformed" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "1 malformed" in told.out and "day_0: line 201: column i1 is 'seven'" in told.out
     report = json.loads(json_file.read_text(encoding="utf-8"))
+    assert "day_0: line 201" in report["data"]["bad_row_examples"][0]
     assert report["data"]["bad_rows"] == 1 and report["training"]["samples"] == 359
 
 
@@ -218,3 +221,25 @@ def test_ctrl_c_reports_and_exits_130(tmp_path: Path) -> None:
     assert "INTERRUPTED" in out and "Traceback" not in err
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["interrupted"] is True and report["training"]["steps"] < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("needs cache_rows=500 in all", "needs --cache-rows 500 in all"),
+        ("raise cache_rows (--cache-rows) or", "raise --cache-rows or"),
+        ("more rows (table_rows), hash the ids (ids='hash')", "more rows (--table-rows), hash the ids (--ids hash)"),
+        ("the file /data/table_rows.tsv and table_rows/x", "the file /data/table_rows.tsv and table_rows/x"),
+        ("no seed; allow growth (strict=False, no --strict)", "no seed; allow growth (strict=False, no --strict)"),
+        ("store='file:DIR' holds", "--store file:DIR holds"),
+    ],
+)
+def test_errors_name_flags(told: str, shown: str) -> None:
+    assert in_flags(told) == shown
+
+
+def test_a_cache_that_is_too_small_is_told_in_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--synthetic-rows", "3000-3000", "--mini-batch-size", "256", "--cache-rows", "20", "--strict"]
+    assert main(["train", *flags, "--num-batches", "2", "--no-progress", "--no-metrics"]) == 1
+    err = capsys.readouterr().err
+    assert "--cache-rows" in err and "cache_rows" not in err

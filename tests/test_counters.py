@@ -67,19 +67,93 @@ def test_growth_is_said_at_first_and_by_quarters(caplog: pytest.LogCaptureFixtur
     ebc.close()
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_accumulation_is_told_whatever_the_optimizer_holds(k: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_accumulation_is_refused_in_the_second_round_whatever_the_optimizer_holds(
+    k: int, caplog: pytest.LogCaptureFixture
+) -> None:
     bag = cdlrm.EmbeddingBag(50, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1), cache_rows=40)
     head = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
     with caplog.at_level(logging.WARNING, "cdlrm"):
         for i in range(12):
-            head(bag(torch.randint(50, (8, 3)))).sum().backward()
+            loss, before = head(bag(torch.randint(50, (8, 3)))).sum(), bag.weight
+            if k > 1 and i == k + 1:
+                with pytest.raises(cdlrm.UsageError, match='update="step"'):
+                    loss.backward()
+                assert torch.equal(bag.weight, before)
+                break
+            loss.backward()
             if i % k == k - 1:
                 optimizer.step()
                 optimizer.zero_grad()
     told = [record for record in caplog.records if "gradients are accumulated" in record.message]
-    assert len(told) == (1 if k > 1 else 0)
+    assert len(told) == (1 if k > 1 else 0)  # in the first round
+
+
+def loops_that_do_not_accumulate(bag: cdlrm.EmbeddingBag, head: torch.nn.Linear, kind: str) -> None:
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+    for i in range(12):
+        ids = torch.randint(50, (8, 3))
+        if kind == "zero in place" and i:
+            optimizer.zero_grad(set_to_none=False)
+        if kind == "evaluation":
+            with torch.no_grad():
+                head(bag(ids))
+        losses = [head(bag(ids)).sum() for _ in range(3 if kind == "several forwards" else 1)]
+        if kind == "zero after forward":
+            optimizer.zero_grad()
+        if kind == "several losses":  # the rows of all forwards get one update, as the head does
+            losses.append(head(bag(ids)).sum())
+            for loss in losses:
+                loss.backward()
+        else:
+            torch.stack(losses).sum().backward()
+        if kind == "steps left out" and i % 3:
+            optimizer.zero_grad()
+            continue
+        if kind in ("zero in place", "zero after forward") and i % 3:
+            continue  # such as a GradScaler does
+        if kind == "rows only" and i:  # beside another model, which has trained
+            optimizer.zero_grad()
+            head = torch.nn.Linear(4, 1)
+            continue
+        optimizer.step()
+        if kind not in ("zero in place", "zero after forward", "rows only"):
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "zero in place", "zero after forward", "evaluation", "several forwards", "several losses",
+     "steps left out", "rows only"],
+)  # fmt: skip
+def test_loops_that_do_not_accumulate_are_not_refused(kind: str) -> None:
+    bag = cdlrm.EmbeddingBag(50, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1), cache_rows=40)
+    loops_that_do_not_accumulate(bag, torch.nn.Linear(4, 1), kind)
+    bag.check()
+
+
+def test_rows_alone_beside_another_model_whose_gradients_stay() -> None:
+    other = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+    bag = cdlrm.EmbeddingBag(50, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1), cache_rows=40)
+    other(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for _ in range(4):
+        bag(torch.randint(50, (8, 3))).sum().backward()
+
+
+def test_several_updates_a_step_may_be_asked_for() -> None:
+    bag = cdlrm.EmbeddingBag(50, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1), cache_rows=40)
+    bag.several_updates_a_step = True
+    head = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+    for i in range(8):
+        head(bag(torch.randint(50, (8, 3)))).sum().backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bag.updates_made() == 8
 
 
 def test_copies_and_replacements_keep_hooks_and_attributes() -> None:

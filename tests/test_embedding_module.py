@@ -542,3 +542,37 @@ def test_repr_tells_the_size_and_the_cache() -> None:
     for kind in KINDS:
         text = repr(trained(kind, cache_rows=6, padding_idx=5))
         assert "8, 3" in text and "padding_idx=5" in text and "cache_rows=6 of 8" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_load_state_dict_casts_as_torch_does(dtype: torch.dtype) -> None:
+    rows = torch.randn(9, 4, dtype=torch.float64).to(dtype)
+    sgd = cdlrm.SGD(lr=0.1)
+    for ours, theirs in (
+        (cdlrm.EmbeddingBag(9, 4, optimizer=sgd), nn.EmbeddingBag(9, 4)),
+        (cdlrm.Embedding(9, 4, optimizer=sgd), nn.Embedding(9, 4)),
+    ):
+        for module in (ours, theirs):
+            module.load_state_dict({"weight": rows})
+        assert torch.equal(ours.weight, theirs.weight)
+    collection = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 9, 4)], optimizer=sgd)
+    collection.load_state_dict({"embedding_bags.a.weight": rows})
+    assert torch.equal(collection.state_dict()["embedding_bags.a.weight"], rows.float())
+    with pytest.raises(RuntimeError, match="pass float32"):
+        collection.load_state_dict({"embedding_bags.a.weight": torch.zeros(9, 4, dtype=torch.int64)})
+
+
+def test_ids_on_the_meta_device_are_refused_in_one_sentence() -> None:
+    ids, sgd = torch.zeros(4, dtype=torch.int64, device="meta"), cdlrm.SGD(lr=0.1)
+    bag = cdlrm.EmbeddingBag(9, 4, optimizer=sgd)
+    collection = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 9, 4)], optimizer=sgd)
+    calls: list[Callable[[], Any]] = [
+        lambda: bag(ids.view(2, 2)),
+        lambda: bag(torch.zeros(4, dtype=torch.int64), ids),
+        lambda: cdlrm.Embedding(9, 4, optimizer=sgd)(ids),
+        lambda: collection({"a": ids}),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="device 'meta', which has shapes but no") as info:
+            call()
+        assert "\n" not in str(info.value)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from cdlrm.data import kernels
+from cdlrm.data import kernels, wide
 from cdlrm.data.columns import Bags
 from cdlrm.data.hashing import MISSING_ID, MISSING_ROW, hash_rows, row_mask
 from cdlrm.errors import DataError
@@ -61,6 +64,7 @@ class Buffers(NamedTuple):
     there: np.ndarray
     offsets: np.ndarray | None = None
     row_there: np.ndarray = _ALL
+    most: int = 1  # length of the longest list
 
     def flat(self) -> Buffers:
         """The first element of every list."""
@@ -114,12 +118,12 @@ def buffers_of(column: pa.Array | pa.ChunkedArray, ids: bool, padding: int | Non
     offsets = column.offsets.to_numpy(zero_copy_only=True)
     if padding is not None:
         values, there, offsets = kernels.without(values, there, offsets, padding)
-    lists = Buffers(values, there, offsets, _mask(column))
-    most, rows = int(kernels.longest(offsets)), len(column)
-    if most == 1 and not len(lists.row_there) and offsets[-1] - offsets[0] == rows:  # exactly one each
+    lists = Buffers(values, there, offsets, _mask(column), int(kernels.longest(offsets)))
+    rows = len(column)
+    if lists.most == 1 and not len(lists.row_there) and offsets[-1] - offsets[0] == rows:  # exactly one each
         start = int(offsets[0])
         return Buffers(values[start : start + rows], there[start : start + rows])
-    return lists.flat() if most <= 1 else lists
+    return lists
 
 
 def _mask(array: pa.Array) -> np.ndarray:
@@ -153,20 +157,47 @@ def _flat(array: pa.Array, ids: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize), _mask(array)
 
 
+_spare: deque[memoryview] = deque(maxlen=4)
+
+
 def pooled(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """np.empty from Arrow's memory pool, which keeps freed memory: fresh pages for every block cost as much as the
-    kernels."""
+    """np.empty whose memory is used again when the array and all views of it have gone: fresh pages for every block
+    cost as much as the kernels, and Arrow's pool gives blocks of this size back."""
     count = math.prod(shape)
-    return np.frombuffer(pa.allocate_buffer(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
+    size = count * np.dtype(dtype).itemsize
+    memory = None
+    for _ in range(len(_spare)):
+        try:
+            other = _spare.popleft()
+        except IndexError:  # another thread was faster
+            break
+        if size <= len(other) <= 2 * size:
+            memory = other
+            break
+        _spare.append(other)
+    if memory is None:
+        memory = np.empty(size, np.uint8).data
+    whole: np.ndarray = np.frombuffer(memory, dtype, count)
+    weakref.finalize(whole, _spare.append, memory).atexit = False
+    return whole.reshape(shape)
 
 
-def dense_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray, missing: float | None = None) -> int:
-    """Fill float32 [R] with log(1 + x), or, where `missing` is given, out with x or `missing`; returns the first bad
-    row or -1."""
-    several = _several(buffers, bad)
-    if missing is not None:
-        return _earliest(kernels.plain_column(*buffers.flat()[:2], missing, out, bad), several)
-    return _earliest(kernels.dense_column(*buffers.flat()[:2], kernels.LOG1P, out, bad), several)
+def dense_values(columns: Sequence[Buffers], out: np.ndarray, bad: np.ndarray, missing: float | None) -> list[int]:
+    """Fill float [R, n], a column of it from each of `columns`, with log(1 + x), or, where `missing` is given, with x
+    or `missing`; returns every column's first bad row or -1."""
+    firsts = [_several(column, bad) for column in columns]
+    for kind in {column.values.dtype for column in columns}:
+        where = np.array([d for d, column in enumerate(columns) if column.values.dtype == kind])
+        chosen = [_short(columns[d]) for d in where]
+        found = np.empty(len(where), np.int64)
+        logarithms = kernels.LOG1P if missing is None else kernels.LOG1P[:0]
+        wide.dense_columns(
+            wide.pointers([column[:4] for column in chosen]),
+            np.empty(0, kind), logarithms, missing or 0.0, where, out, bad, found,
+        )  # fmt: skip
+        for d, first in zip(where, found, strict=True):
+            firsts[d] = _earliest(firsts[d], int(first))
+    return firsts
 
 
 def label_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray) -> int:
@@ -175,12 +206,35 @@ def label_values(buffers: Buffers, out: np.ndarray, bad: np.ndarray) -> int:
     return _earliest(kernels.label_column(*buffers.flat()[:2], out, bad), several)
 
 
-def mapped_values(buffers: Buffers, ids: IdMap, out: np.ndarray, bad: np.ndarray) -> tuple[Bags | None, int]:
-    """The column as rows: in `out`, int64 [R], where every row has at most one id, else as bags; and the first bad
-    row or -1."""
+def mapped_values(
+    columns: Sequence[Buffers], maps: Sequence[IdMap], out: np.ndarray, bad: np.ndarray
+) -> tuple[dict[int, Bags], list[int]]:
+    """The columns as rows: a line of `out`, int64 [F, R], where every row has at most one id, else as bags; and every
+    column's first bad row or -1."""
+    where = np.array([f for f, column in enumerate(columns) if column.most <= 1], np.int64)
+    chosen = [_short(columns[f]) for f in where]
+    ids = [maps[f] for f in where]
+    firsts = np.empty(len(columns), np.int64)
+    found = np.empty(len(where), np.int64)
+    wide.map_columns(
+        wide.pointers([column[:4] for column in chosen]),
+        np.array([m.hashed for m in ids], np.uint8),
+        np.array([m.rows for m in ids], np.uint64),
+        np.array([row_mask(m.rows) for m in ids], np.uint64),
+        np.array([m.missing for m in ids], np.int64),
+        where, out, bad, found,
+    )  # fmt: skip
+    firsts[where] = found
+    bags = {}
+    for f, column in enumerate(columns):
+        if column.most > 1:
+            bags[f], firsts[f] = _bags(column, maps[f], bad)
+    return bags, firsts.tolist()
+
+
+def _bags(buffers: Buffers, ids: IdMap, bad: np.ndarray) -> tuple[Bags, int]:
+    assert buffers.offsets is not None
     how = (ids.hashed, np.uint64(ids.rows), row_mask(ids.rows), np.int64(ids.missing))
-    if buffers.offsets is None:
-        return None, kernels.map_column(buffers.values, buffers.there, *how, out, bad)
     offsets = pooled((len(buffers.offsets),), np.int64)
     kernels.bag_offsets(buffers.offsets, buffers.row_there, offsets)
     values = pooled((int(offsets[-1]),), np.int64)
@@ -189,9 +243,14 @@ def mapped_values(buffers: Buffers, ids: IdMap, out: np.ndarray, bad: np.ndarray
     )
 
 
+def _short(buffers: Buffers) -> Buffers:
+    """As the kernels over many columns take it: large lists have offsets of 64 bits."""
+    return buffers if buffers.offsets is None or buffers.offsets.dtype == np.int32 else buffers.flat()
+
+
 def _several(buffers: Buffers, bad: np.ndarray) -> int:
     """Marks the rows whose list has more than one element, which a number cannot have."""
-    if buffers.offsets is None:
+    if buffers.offsets is None or buffers.most <= 1:
         return -1
     rows = np.flatnonzero(np.diff(buffers.offsets) > 1)
     bad[rows] = 1

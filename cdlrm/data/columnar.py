@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
 from typing import Any, Self
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet
 
-from cdlrm.data import arrow, kernels
+from cdlrm.data import arrow
 from cdlrm.data.columns import Bags, Columns
 from cdlrm.data.filesource import FileSource
 from cdlrm.data.prepared import Prepared
@@ -172,14 +171,14 @@ class ColumnarSource(FileSource):
         if lo or hi is not None:
             table = table.slice(lo, None if hi is None else hi - lo)
         bad = np.zeros(table.num_rows, np.uint8)
-        with ThreadPoolExecutor(1) as helper:  # as Arrow does: the reader's columns are decoded by several threads, too
-            pending = helper.submit(self._convert_ids, table, bad)
-            dense, labels, firsts = self._convert_numbers(table, bad)
-            ids, bags, firsts_of_ids = pending.result()
+        dense, labels, firsts = self._convert_numbers(table, bad)
+        ids, bags, firsts_of_ids = self._convert_ids(table, bad)
         if not self.skip_bad:
             self._refuse(block, lo, table, firsts + firsts_of_ids)
         columns = Columns(dense, labels, ids, bags)
-        skipped = int(bad.sum())
+        skipped = int(np.count_nonzero(bad))
+        if skipped and self._more_examples > 0:
+            self._name_bad(block, lo, table, np.flatnonzero(bad)[: self._more_examples])
         return (columns.take(np.flatnonzero(bad == 0)) if skipped else columns), skipped
 
     def _convert_numbers(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
@@ -187,31 +186,24 @@ class ColumnarSource(FileSource):
         rows = table.num_rows
         labels = np.empty(rows, np.float32)
         firsts = [arrow.label_values(arrow.buffers_of(table.column(self.label), ids=False), labels, bad)]
-        # Written column by column (a strided write would touch every line of memory once a column), then turned.
-        dtype = np.float64 if self.raw else np.float32
         missing = np.nan if self.raw else 0.0 if self.prepared and self.prepared.dense_ready else None
-        across = arrow.pooled((self.num_dense, rows), dtype)
-        for name, out in zip(self.dense, across, strict=True):
-            firsts.append(arrow.dense_values(arrow.buffers_of(table.column(name), ids=False), out, bad, missing))
-        dense = arrow.pooled((rows, self.num_dense), dtype)
-        kernels.turn(across, dense)
-        return dense, labels, firsts
+        dense = arrow.pooled((rows, self.num_dense), np.float64 if self.raw else np.float32)
+        columns = [arrow.buffers_of(table.column(name), ids=False) for name in self.dense]
+        return dense, labels, firsts + arrow.dense_values(columns, dense, bad, missing)
 
     def _convert_ids(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, dict[int, Bags], list[int]]:
         """Rows of the tables and the first bad row of every column."""
         ids = arrow.pooled((len(self.sparse), table.num_rows), np.int64)
-        bags: dict[int, Bags] = {}
-        firsts = []
-        for f, name in enumerate(self.sparse):
-            buffers = arrow.buffers_of(table.column(name), ids=True, padding=self.padding)
-            lists, first = arrow.mapped_values(buffers, self.id_maps[f], ids[f], bad)
-            firsts.append(first)
-            if lists is not None:
-                bags[f] = lists
-        return ids, bags, firsts
+        columns = [arrow.buffers_of(table.column(name), ids=True, padding=self.padding) for name in self.sparse]
+        return ids, *arrow.mapped_values(columns, self.id_maps, ids, bad)
 
     def _refuse(self, block: int, lo: int, table: pa.Table, firsts: Sequence[int]) -> None:
         """`DataError` for the first column with a bad row; firsts: label, dense and categorical columns."""
+        sentence = self._what_is_wrong(block, lo, table, firsts)
+        if sentence is not None:
+            raise DataError(f"{sentence}, or pass bad_rows='skip'")
+
+    def _what_is_wrong(self, block: int, lo: int, table: pa.Table, firsts: Sequence[int]) -> str | None:
         names = [self.label, *self.dense, *self.sparse]
         for at, (name, first) in enumerate(zip(names, firsts, strict=True)):
             if first >= 0:
@@ -220,9 +212,17 @@ class ColumnarSource(FileSource):
                 role = "label" if at == 0 else "dense" if at <= self.num_dense else "ids"
                 ids = self.id_maps[at - 1 - self.num_dense] if role == "ids" else None
                 wrong, remedy = arrow.bad_value(table.column(name), first, role, ids)
-                raise DataError(
-                    f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}, or pass bad_rows='skip'"
-                )
+                return f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}"
+        return None
+
+    def _name_bad(self, block: int, lo: int, table: pa.Table, rows: np.ndarray) -> None:
+        """What is wrong with some bad rows: each is converted once more by itself."""
+        for row in rows.tolist():
+            alone, bad = table.slice(row, 1), np.zeros(1, np.uint8)
+            firsts = self._convert_numbers(alone, bad)[2] + self._convert_ids(alone, bad)[2]
+            sentence = self._what_is_wrong(block, lo + row, alone, firsts)
+            if sentence is not None:
+                self._left_out(sentence)
 
     def settings(self) -> dict[str, Any]:
         mine: dict[str, Any] = {"columns": [self.label, *self.dense, *self.sparse]}

@@ -295,7 +295,7 @@ def _number(
     if numbers.new:
         writer = VocabularyWriter(str(parts.folder / "vocabulary"), source.features, numbers.min_count)
     for f, name in enumerate(source.features):
-        numbering = Numbering()
+        numbering = Numbering(name)
         known = 0
         for ids in numbers.reader.ids(name) if numbers.reader else ():
             numbering.number(ids)

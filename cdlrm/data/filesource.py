@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,11 @@ from cdlrm.errors import ConfigError, DataError
 
 __all__ = ["DEFAULT_TABLE_ROWS", "FileSource", "parse_table_rows"]
 
+log = logging.getLogger("cdlrm")
+
 DEFAULT_TABLE_ROWS = 2**20
+BAD_EXAMPLES = 5
+"""So many bad rows are named; the others are counted."""
 _MOST_ROWS = 2**40
 
 
@@ -116,6 +121,20 @@ class FileSource(Source):
     def settings(self) -> dict[str, Any]:
         mine = {"files": self._files_id, "ids": "raw" if self.raw else self.ids, "skip_bad": self.skip_bad}
         return {**super().settings(), **mine}
+
+    @property
+    def _more_examples(self) -> int:
+        """How many more bad rows are to be named."""
+        return BAD_EXAMPLES - len(self.bad_examples)
+
+    def _left_out(self, sentence: str) -> None:
+        """A bad row was left out; sentence: where it is and what is wrong, a semicolon, the remedy."""
+        what = sentence.rpartition("; ")[0]
+        if what in self.bad_examples or self._more_examples <= 0:  # another epoch comes to the same rows
+            return
+        self.bad_examples.append(what)
+        more = "" if self._more_examples else " (further ones are only counted)"
+        log.warning("a bad row is left out: %s%s", what, more)
 
     @contextmanager
     def _reading(self, file: str) -> Iterator[None]:

@@ -23,7 +23,8 @@ __all__ = ["AlimamaSource", "AmazonSource"]
 class AlimamaSource(ColumnarSource):
     """Comma-separated lines of 267 numbers, as the examples of Deep Match to Rank (DMR, AAAI 2020) have them: three
     histories of 50 (behaviour, category, brand; 0 = padding, dropped), two masks of 50 that repeat what is padding
-    and are not read, 15 single numbers, the price among them (used as it is), and the label. Ids are row numbers."""
+    and are not read, 15 single numbers, the price among them (used as it is: it is
+    scaled to [0, 1] already), and the label. Ids are row numbers."""
 
     format = "alimama"
     column_settings = ()

@@ -48,7 +48,8 @@ class Source:
     """Base of all sources; an iterable of `Batch`.
 
     features: names of the categorical features; table_rows: rows of each one's table, int; num_dense: dense features;
-    skipped_rows: bad rows left out so far in this epoch; rows_read: rows handed out so far in this epoch;
+    skipped_rows: bad rows left out so far in this epoch; bad_examples: what was wrong with the first few, since the
+    source was made; rows_read: rows handed out so far in this epoch;
     rows_total: rows of an epoch, None while unknown (a text file that nobody has counted).
 
     Each `iter()` starts where a loaded state says, otherwise at the beginning of the current epoch. `state_dict()`
@@ -86,6 +87,7 @@ class Source:
         self._pieces: list[Piece] | None = None
         self._settings: dict[str, Any] | None = None
         self._skipped = 0
+        self.bad_examples: list[str] = []
         self._position = _Position()
         self._resume: _Position | None = None
 

@@ -120,19 +120,35 @@ class TsvSource(FileSource):
         lines = int(kernel.count_lines(data))
         self._rows[block] = lines
         rows = max(0, (lines if hi is None else min(hi, lines)) - lo)
+        last = _NO_LIMIT if hi is None else hi
+        columns, good, report = self._parse(data, lo, last, rows, self.skip_bad)
+        if good < 0:
+            raise DataError(self._what_is_wrong(block, data, report))
+        if good < rows and self._more_examples > 0:
+            self._name_bad(block, data, lo, last, rows, rows - good)
+        return Columns(columns.dense[:good], columns.labels[:good], columns.ids[:, :good]), rows - good
+
+    def _parse(self, data: np.ndarray, lo: int, last: int, rows: int, skip: bool) -> tuple[Columns, int, np.ndarray]:
+        """Columns with room for `rows`, how many are in use (-1 at a bad line), and the kernel's report of that
+        line."""
         dense = np.empty((rows, self.num_dense), np.float64 if self.raw else np.float32)
         labels = np.empty(rows, np.float32)
         ids = np.empty((len(self.features), rows), np.int64)
         report = np.zeros(5, np.int64)
         good = kernel.parse_lines(
-            data, lo, _NO_LIMIT if hi is None else hi, kernel.HEX, LOG1P, self.ids == "hash" and not self.raw,
+            data, lo, last, kernel.HEX, LOG1P, self.ids == "hash" and not self.raw,
             np.array([m.rows for m in self.id_maps], np.uint64),
             np.array([row_mask(m.rows) for m in self.id_maps], np.uint64),
-            np.array([m.missing for m in self.id_maps], np.int64), self.skip_bad, dense, labels, ids, report, self.raw,
+            np.array([m.missing for m in self.id_maps], np.int64), skip, dense, labels, ids, report, self.raw,
         )  # fmt: skip
-        if good < 0:
-            raise DataError(self._what_is_wrong(block, data, report))
-        return Columns(dense[:good], labels[:good], ids[:, :good]), rows - good
+        return Columns(dense, labels, ids), good, report
+
+    def _name_bad(self, block: int, data: np.ndarray, lo: int, last: int, rows: int, bad: int) -> None:
+        """What is wrong with the first bad lines: the block is read once more for each of these few."""
+        for _ in range(min(bad, self._more_examples)):
+            report = self._parse(data, lo, last, rows, False)[2]
+            self._left_out(self._what_is_wrong(block, data, report))
+            lo = int(report[kernel.LINE]) + 1
 
     def _lines(self, block: int) -> np.ndarray:
         """The bytes of all lines of the block."""
@@ -159,9 +175,8 @@ class TsvSource(FileSource):
     def _what_is_wrong(self, block: int, data: np.ndarray, report: np.ndarray) -> str:
         name, piece = self._blocks[block]
         kind, line, column, begin, end = (int(v) for v in report)
-        number = 1 + line + sum(self.block_rows(block - i) for i in range(1, piece + 1))
         field = data[begin : min(end, begin + 40)].tobytes().decode("utf-8", "replace")
-        where = f"{name}: line {number}: "
+        where = f"{name}: {self._line_number(block, line)}: "
         remedy = "correct the line, or pass bad_rows='skip'"
         found, needed = _line(data, line).count(b"\t") + 1, 1 + self.num_dense + len(self.features)
         if found != needed:  # whatever the kernel stumbled over first
@@ -191,6 +206,15 @@ class TsvSource(FileSource):
             f"{where}column '{self.features[feature]}' is {field!r} where a hexadecimal id or "
             f"nothing is needed; {remedy}"
         )
+
+    def _line_number(self, block: int, line: int) -> str:
+        """ "line N" of the file; of a compressed one whose beginning we have not read (a run that was resumed), of its
+        piece, since unpacking goes forwards only."""
+        name, piece = self._blocks[block]
+        before = range(block - piece, block)
+        if name in self._codecs and any(self._rows[b] is None for b in before):
+            return f"line {1 + line} behind byte {piece * PACKED_PIECE_BYTES:,} of the compressed file"
+        return f"line {1 + line + sum(self.block_rows(b) for b in before)}"
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "num_dense": self.num_dense}

@@ -1,7 +1,8 @@
 """Vocabularies: ids -> row numbers of a table in the order of first occurrence, as DLRM's scripts number them.
 
 Row 0 is for what is missing, was seen fewer than `min_count` times, or is not in the vocabulary; the ids have rows
-1, 2, …. One column is numbered at a time, so memory is 20 to 40 bytes for each distinct id of the largest column.
+1, 2, …. One column is numbered at a time, so memory is 18 to 28 bytes for each distinct id of the largest column; a
+column for which there is not so much is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numba import njit
 
 from cdlrm.data.hashing import mix64
 from cdlrm.errors import DataError
+from cdlrm.machine import available_bytes
 
 __all__ = ["Numbering", "VocabularyReader", "VocabularyWriter"]
 
@@ -25,6 +27,7 @@ KEY = b"cdlrm.vocabulary"
 _SCHEMA = pa.schema([("feature", pa.string()), ("row", pa.int64()), ("id", pa.int64()), ("count", pa.int64())])
 _CHUNK = 2**18
 _MISSING = -1
+_SMALL_BYTES = 2**22  # so much is not asked for
 
 
 @njit(cache=True, nogil=True)
@@ -33,7 +36,7 @@ def _number(
 ) -> tuple[int, int]:
     """out[i] = 1 + the place of ids[i] in `order`, or 0; stops when `order` is full. Returns ids done and places used.
 
-    table: open addressing, a power of two and at least twice as long as `order`; holds out's numbers, 0 = free."""
+    table: open addressing, a power of two and a third longer than `order` at least; holds out's numbers, 0 = free."""
     mask = np.uint64(len(table) - 1)
     for i in range(len(ids)):
         if ids[i] == _MISSING:
@@ -70,10 +73,11 @@ def _fill(order: np.ndarray, table: np.ndarray) -> None:
 class Numbering:
     """The numbers of one column's ids while they are found; int32, so at most 2**31 - 2 distinct ids and samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         self._used = 0
         self._order, self._counts = np.zeros(1024, np.int64), np.zeros(1024, np.int32)
         self._table = np.zeros(2048, np.int32)
+        self.name = name
 
     def number(self, ids: np.ndarray, insert: bool = True) -> np.ndarray:
         """int64 [L] (-1: missing) -> int32 [L]; unknown ids get the next number, or 0 if not `insert`."""
@@ -88,13 +92,28 @@ class Numbering:
             self._grow()
 
     def _grow(self) -> None:
-        """Twice as long, without two copies of anything."""
-        size = 2 * len(self._order)
+        """A fourth longer, without two copies of anything."""
+        size, slots = len(self._order) * 5 // 4, len(self._table)
+        more = 12 * (size - len(self._order))
+        if size > slots * 3 // 4:
+            more, slots = more + 4 * slots, 2 * slots
+        self._check_room(more)
         self._order.resize(size, refcheck=False)
         self._counts.resize(size, refcheck=False)
-        self._table = np.zeros(0, np.int32)  # the old one goes first
-        self._table = np.zeros(2 * size, np.int32)
-        _fill(self._order[: self._used], self._table)
+        if slots != len(self._table):
+            self._table = np.zeros(0, np.int32)  # the old one goes first
+            self._table = np.zeros(slots, np.int32)
+            _fill(self._order[: self._used], self._table)
+
+    def _check_room(self, more: int) -> None:
+        """Before the kernel ends the process for it."""
+        if more < _SMALL_BYTES or more < (have := available_bytes()):
+            return
+        raise DataError(
+            f"column '{self.name}' has more than {self._used:,} distinct ids, and numbering more of them needs "
+            f"{more / 2**20:,.0f} MiB of memory where {have / 2**20:,.0f} MiB are available; leave --vocabulary out "
+            "(raw ids are hashed when they are read), or convert where there is more memory"
+        )
 
     def frozen(self, min_count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """ids (int64) and counts (int32) of rows 1, 2, …, and the final row of every number, int32 [numbers + 1], or

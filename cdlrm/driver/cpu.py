@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import optim
-from ..host_memory import available_bytes
 from ..lookups import Lookups
+from ..machine import available_bytes
 from . import cpu_kernels as kernels
 from . import cpu_update
 from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,8 @@ def test_bad_rows(tmp_path: Path, write: Callable, column: str, value: Any, word
     refused(path, path.name, "row 237", f"'{column}'", words, "bad_rows='skip'", **how)
     source = open_source(path, batch_size=100, bad_rows="skip", **how)
     assert [b.size for b in source] == [100, 100, 49] and source.skipped_rows == 1
+    (named,) = source.bad_examples
+    assert named.startswith(f"{path}: row 237 (from 0): column '{column}' ") and words in named and ";" not in named
     assert read(path, row_range=(0, 237), **how) == 237
 
 
@@ -167,6 +170,8 @@ def test_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, w
     refused(path, "x.tsv: line 12: ", "bad_rows='skip'", *words)
     source = open_source(path, batch_size=4, bad_rows="skip")
     assert [b.size for b in source] == [4, 4, 4, 4] and source.skipped_rows == 1
+    (named,) = source.bad_examples
+    assert named.startswith(f"{path}: line 12: ") and words[0] in named and "bad_rows" not in named
     state = source.state_dict()
     again = open_source(path, batch_size=4, bad_rows="skip")
     again.load_state_dict(state)
@@ -174,6 +179,35 @@ def test_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, w
     path.write_text(line + "\n" + LINE * 3)
     refused(path, "x.tsv", "line 1")
     assert read(path, bad_rows="skip") == 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_first_bad_lines_are_named_and_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, packed: bool
+) -> None:
+    monkeypatch.setattr("cdlrm.data.tsv.PIECE_BYTES", 2000)
+    monkeypatch.setattr("cdlrm.data.tsv.PACKED_PIECE_BYTES", 40)
+    path = tmp_path / ("x.tsv.gz" if packed else "x.tsv")
+    text = "".join((LINE * 3 + f"bad {n}\n") for n in range(20)).encode()
+    path.write_bytes(gzip.compress(text) if packed else text)
+    source = open_source(path, batch_size=4, bad_rows="skip")
+    batches = iter(source)
+    for _ in range(10):
+        next(batches)
+    state = source.state_dict()
+    assert sum(b.size for b in batches) == 20 and source.skipped_rows == 20
+    assert [named.split(": ")[1] for named in source.bad_examples] == [f"line {4 * n}" for n in range(1, 6)]
+    assert sum("is left out" in r.message for r in caplog.records) == 5
+    assert "only counted" in caplog.records[-1].message
+    list(source)  # another epoch names nothing twice
+    assert len(source.bad_examples) == len(caplog.records) == 5
+    again = open_source(path, batch_size=4, bad_rows="skip")
+    again.load_state_dict(state)
+    assert sum(b.size for b in again) == 20 and again.skipped_rows == 20
+    assert again.bad_examples and all("1 columns where 40" in named for named in again.bad_examples)
+    train = source.restricted((0, 40))
+    list(train)
+    assert train.bad_examples == source.bad_examples and train.bad_examples is not source.bad_examples
 
 
 def test_text_range_truncated_and_binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from cdlrm.cli import main
 from cdlrm.data import Batch, open_source, open_train_test
 from cdlrm.data.convert import convert
 from cdlrm.data.layouts import open_layout
+from cdlrm.data.vocabulary import Numbering
 from cdlrm.errors import CdlrmError, ConfigError, DataError
 
 ROWS = 700
@@ -385,3 +386,21 @@ def test_full_disk_is_one_sentence(
     assert "y.parquet: cannot be written (No space left on device)" in err and err.count("\n") == 1
     assert not (tmp_path / "y.parquet").exists()
     assert main(command) == 0
+
+
+def test_numbering_takes_at_most_28_bytes_an_id_and_asks_for_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for count in (40_000, 79_000, 99_000, 125_000, 160_000):
+        numbering = Numbering("c1")
+        ids = rng.integers(0, 2**40, count)
+        found = numbering.number(np.concatenate([ids, ids[::-1], [-1]]))
+        assert np.array_equal(found[:count], found[count:-1][::-1]) and found[-1] == 0
+        used = len(np.unique(ids))
+        held = sum(array.nbytes for array in (numbering._order, numbering._counts, numbering._table))
+        assert found.max() == used and held <= 28 * used
+        assert np.array_equal(numbering.frozen(1)[0][found[:count] - 1], ids)
+    monkeypatch.setattr("cdlrm.data.vocabulary._SMALL_BYTES", 0)
+    monkeypatch.setattr("cdlrm.data.vocabulary.available_bytes", lambda: 1000)
+    with pytest.raises(DataError, match="column 'c1' has more than .* distinct ids.* leave --vocabulary out") as info:
+        Numbering("c1").number(np.arange(5000))
+    assert "\n" not in str(info.value)
