@@ -6,6 +6,9 @@ import functools
 import re
 from pathlib import Path
 
+# Of every compile with NVRTC, in the product and in bench/compile_proof.py.  Rule 9: no multiply and add are fused.
+OPTIONS = ("--std=c++17", "--fmad=false")
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
