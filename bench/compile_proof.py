@@ -130,7 +130,8 @@ def resources(log: str) -> dict[str, tuple[int, int, int]]:
 def inexact(ptx: str) -> dict[str, tuple[str, ...]]:
     """Symbol of each entry of the PTX -> its instructions that round otherwise than once, each kind once."""
     parts = re.split(r"\.entry\s+(\w+)", ptx)
-    return {name: tuple(sorted(set(INEXACT.findall(body)))) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return {name: tuple(sorted(set(INEXACT.findall(body)))) for name, body in bodies.items()}
 
 
 def compile_file(task: tuple[str, int, str]) -> list[Usage]:
