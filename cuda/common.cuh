@@ -1,0 +1,281 @@
+// Teams, rows and their vectors: what all kernels share.
+//
+// A team of lanes owns one record, bag or row: 8 lanes of four columns (VEC = 4) or 32 lanes of one column
+// (VEC = 1).  Either way a step of a team covers 32 columns, and a tile is NV steps held in registers.
+// On the device a thread is one lane.  A host compiler (the tests' emulator) runs the same text with one
+// call a team: LANES is then a loop over the team's lanes, and PerLane has an element for each.
+//
+// VEC = 4 needs dim % 4 == 0 and rows that begin at multiples of 16 bytes.  Lanes beyond a row's last column
+// hold +0: adding +0 to a sum that began at +0 changes no bit, since such a sum is never -0.
+// Compile with --fmad=false: every product and every sum is rounded once.
+
+#ifndef CDLRM_COMMON_CUH
+#define CDLRM_COMMON_CUH
+
+using i64 = long long;
+using u64 = unsigned long long;
+using u32 = unsigned int;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr int BLOCK_THREADS = 128;
+constexpr int STEP_COLUMNS = 32;
+
+template <int VEC>
+constexpr int TEAM = STEP_COLUMNS / VEC;
+
+#ifdef __CUDACC__
+#define LANES(VEC) if (const int lane = threadIdx.x % TEAM<VEC>; true)
+#define UNROLL _Pragma("unroll")
+#define UNROLL_PRAGMA(TEXT) _Pragma(#TEXT)
+#define UNROLL_BY(N) UNROLL_PRAGMA(unroll N)
+#else
+#define LANES(VEC) for (int lane = 0; lane < TEAM<VEC>; ++lane)
+#define UNROLL
+#define UNROLL_BY(N)
+#endif
+
+template <class T, int VEC>
+struct PerLane {
+#ifdef __CUDACC__
+    T value;
+    DEVICE T& operator[](int) { return value; }
+#else
+    T value[TEAM<VEC>];
+    T& operator[](int lane) { return value[lane]; }
+#endif
+};
+
+template <int VEC>
+DEVICE i64 team_number() {  // a host's threadIdx is the team's first lane
+    return (i64)blockIdx.x * (BLOCK_THREADS / TEAM<VEC>) + threadIdx.x / TEAM<VEC>;
+}
+
+DEVICE u32 bits_of(float x) {
+#ifdef __CUDACC__
+    return __float_as_uint(x);
+#else
+    u32 bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits;
+#endif
+}
+
+DEVICE float float_of(u32 bits) {
+#ifdef __CUDACC__
+    return __uint_as_float(bits);
+#else
+    float x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+#endif
+}
+
+DEVICE u64 bits_of(double x) {
+#ifdef __CUDACC__
+    return __double_as_longlong(x);
+#else
+    u64 bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits;
+#endif
+}
+
+DEVICE double double_of(u64 bits) {
+#ifdef __CUDACC__
+    return __longlong_as_double(bits);
+#else
+    double x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+#endif
+}
+
+// --- vectors in memory ---
+
+template <int VEC>
+struct Vec {
+    float v[VEC];
+};
+
+template <int VEC>
+DEVICE Vec<VEC> load(const float* from) {
+    Vec<VEC> vec;
+#ifdef __CUDACC__
+    if constexpr (VEC == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from);
+        vec.v[0] = four.x, vec.v[1] = four.y, vec.v[2] = four.z, vec.v[3] = four.w;
+        return vec;
+    }
+#else
+    check_aligned(from, sizeof(vec));
+#endif
+    UNROLL
+    for (int i = 0; i < VEC; ++i) vec.v[i] = from[i];
+    return vec;
+}
+
+template <int VEC>
+DEVICE void store(float* to, const Vec<VEC>& vec) {
+#ifdef __CUDACC__
+    if constexpr (VEC == 4) {
+        *reinterpret_cast<float4*>(to) = make_float4(vec.v[0], vec.v[1], vec.v[2], vec.v[3]);
+        return;
+    }
+#else
+    check_aligned(to, sizeof(vec));
+#endif
+    UNROLL
+    for (int i = 0; i < VEC; ++i) to[i] = vec.v[i];
+}
+
+// Rows are far apart: number * stride passes 2^31.
+template <class T>
+DEVICE T* row_at(T* rows, i64 number, int stride) {
+    return rows + number * stride;
+}
+
+// --- tiles ---
+
+template <int VEC, int NV>
+struct Tile {
+    static constexpr int COLUMNS = NV * STEP_COLUMNS;
+    PerLane<Vec<VEC>, VEC> step[NV];
+};
+
+// visit(vec, column) for every vector of the tile whose columns, from `first` on, are below `dim`.
+template <int VEC, int NV, class Visit>
+DEVICE void for_columns(Tile<VEC, NV>& tile, int first, int dim, Visit visit) {
+    LANES(VEC) {
+        UNROLL
+        for (int s = 0; s < NV; ++s) {
+            const int column = first + s * STEP_COLUMNS + lane * VEC;
+            if (column < dim) visit(tile.step[s][lane], column);
+        }
+    }
+}
+
+template <int VEC, int NV>
+DEVICE void clear(Tile<VEC, NV>& tile) {
+    LANES(VEC) {
+        UNROLL
+        for (int s = 0; s < NV; ++s) tile.step[s][lane] = Vec<VEC>{};
+    }
+}
+
+template <int VEC, int NV>
+DEVICE void load_tile(Tile<VEC, NV>& tile, const float* row, int first, int dim) {
+    clear(tile);
+    for_columns(tile, first, dim, [&](Vec<VEC>& vec, int column) { vec = load<VEC>(row + column); });
+}
+
+template <int VEC, int NV>
+DEVICE void store_tile(float* row, Tile<VEC, NV>& tile, int first, int dim) {
+    for_columns(tile, first, dim, [&](Vec<VEC>& vec, int column) { store(row + column, vec); });
+}
+
+// each(a, b) for all columns of two tiles, also those beyond the row's last.
+template <int VEC, int NV, class Each>
+DEVICE void for_pairs(Tile<VEC, NV>& first, Tile<VEC, NV>& second, Each each) {
+    LANES(VEC) {
+        UNROLL
+        for (int s = 0; s < NV; ++s) {
+            UNROLL
+            for (int i = 0; i < VEC; ++i) each(first.step[s][lane].v[i], second.step[s][lane].v[i]);
+        }
+    }
+}
+
+template <int VEC, int NV>
+DEVICE void scale_tile(Tile<VEC, NV>& tile, float scale) {
+    for_pairs(tile, tile, [&](float& value, float&) { value = scale * value; });
+}
+
+template <int VEC, int NV>
+DEVICE void divide_tile(Tile<VEC, NV>& tile, float divisor) {
+    for_pairs(tile, tile, [&](float& value, float&) { value = value / divisor; });
+}
+
+// sum += rows [at, at + ROWS), loaded together and added in order.
+template <int ROWS, int VEC, int NV, class Load>
+DEVICE void add_rows(Tile<VEC, NV>& sum, int at, Load load_row) {
+    Tile<VEC, NV> row[ROWS];
+    UNROLL
+    for (int r = 0; r < ROWS; ++r) load_row(row[r], at + r);
+    UNROLL
+    for (int r = 0; r < ROWS; ++r) for_pairs(sum, row[r], [](float& total, float& value) { total = total + value; });
+}
+
+// sum = +0 plus rows [begin, end) in order; load_row(tile, number) loads one.  A few loads are in flight at a
+// time, as many as do not crowd the registers.
+template <int VEC, int NV, class Load>
+DEVICE void sum_rows(Tile<VEC, NV>& sum, int begin, int end, Load load_row) {
+    constexpr int ROWS = NV == 4 ? 2 : 4;
+    clear(sum);
+    int at = begin;
+    for (; at <= end - ROWS; at += ROWS) add_rows<ROWS>(sum, at, load_row);
+    for (; at < end; ++at) add_rows<1>(sum, at, load_row);
+}
+
+// --- sums over lanes ---
+
+#ifdef __CUDACC__
+// The team's lanes within its warp: teams of a warp need not be at the same place.
+template <int VEC>
+DEVICE u32 team_mask() {
+    constexpr u32 LOWEST = 0xFFFFFFFFu >> (32 - TEAM<VEC>);
+    return LOWEST << (threadIdx.x % 32 / TEAM<VEC> * TEAM<VEC>);
+}
+#endif
+
+// The sum of 32 partial sums (lane i has those of columns i, i + 32, ...), folded by 16, 8, 4, 2, 1; known to
+// every lane of the team.
+template <int VEC>
+DEVICE float team_lane_sum(PerLane<Vec<VEC>, VEC>& partial) {
+#ifdef __CUDACC__
+    const u32 team = team_mask<VEC>();
+    Vec<VEC>& vec = partial.value;
+    UNROLL
+    for (int half = TEAM<VEC> / 2; half > 0; half /= 2) {
+        UNROLL
+        for (int i = 0; i < VEC; ++i) vec.v[i] = vec.v[i] + __shfl_xor_sync(team, vec.v[i], half);
+    }
+    UNROLL
+    for (int half = VEC / 2; half > 0; half /= 2) {
+        UNROLL
+        for (int i = 0; i < half; ++i) vec.v[i] = vec.v[i] + vec.v[i + half];
+    }
+    return vec.v[0];
+#else
+    float sums[STEP_COLUMNS];
+    for (int i = 0; i < STEP_COLUMNS; ++i) sums[i] = partial[i / VEC].v[i % VEC];
+    for (int half = STEP_COLUMNS / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) sums[i] = sums[i] + sums[i + half];
+    }
+    return sums[0];
+#endif
+}
+
+// What the team's lanes read before is read before any of them writes after.
+template <int VEC>
+DEVICE void team_fence() {
+#ifdef __CUDACC__
+    __syncwarp(team_mask<VEC>());
+#endif
+}
+
+// to[0, count) = from[0, count): whole vectors, four loads in flight a lane, then single floats.
+template <int VEC>
+DEVICE void copy_floats(float* to, const float* from, int count) {
+    const int whole = count - count % VEC;
+    for (int first = 0; first < whole; first += 4 * STEP_COLUMNS) {
+        Tile<VEC, 4> tile;
+        load_tile(tile, from, first, whole);
+        store_tile(to, tile, first, whole);
+    }
+    LANES(VEC) {
+        if (lane < count - whole) to[whole + lane] = from[whole + lane];
+    }
+}
+
+#endif
