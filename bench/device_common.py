@@ -146,9 +146,9 @@ def circumstances(device: str, scale: str) -> dict[str, Any]:
         "device": device, "scale": scale, "cores": len(os.sched_getaffinity(0)), "versions": versions,
     }  # fmt: skip
     if device == "cuda":
-        query = "driver_version,pcie.link.gen.current,pcie.link.width.current"
+        query = "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"
         about["gpu"] = torch.cuda.get_device_name()
-        about["driver, pcie generation, lanes"] = _first_line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+        about["driver, pcie generation, lanes"] = _first_line("nvidia-smi", query, "--format=csv,noheader")
     return about
 
 

@@ -104,7 +104,8 @@ def check(setup: Setup) -> None:
             found = same(run(setup.device, case, cached=cached), expected)
             equal += found
             if not found:
-                setup.report.figure("a", "different from the CPU", 1, "cases", most=0, cached=cached, case=case._asdict())
+                at = {"cached": cached, "case": case._asdict()}
+                setup.report.figure("a", "different from the CPU", 1, "cases", most=0, **at)
     setup.report.figure("a", "bit-equal to the CPU", equal, "cases", least=total, of=total)
     case = Case("RowWiseAdagrad", 64 if setup.full else 8, "sum", 512 if setup.full else 16, 6)
     expected, repeats, agree = run("cpu", case, cached=False), 50 if setup.full else 5, 0
