@@ -256,6 +256,19 @@ DEVICE float team_lane_sum(PerLane<Vec<VEC>, VEC>& partial) {
 #endif
 }
 
+// Each lane's partial sums += a * b, in the order of its columns.
+template <int VEC, int NV>
+DEVICE void add_products(PerLane<Vec<VEC>, VEC>& partial, Tile<VEC, NV>& a, Tile<VEC, NV>& b) {
+    LANES(VEC) {
+        Vec<VEC>& sums = partial[lane];
+        UNROLL
+        for (int s = 0; s < NV; ++s) {
+            UNROLL
+            for (int i = 0; i < VEC; ++i) sums.v[i] = sums.v[i] + a.step[s][lane].v[i] * b.step[s][lane].v[i];
+        }
+    }
+}
+
 // What the team's lanes read before is read before any of them writes after.
 template <int VEC>
 DEVICE void team_fence() {

@@ -61,6 +61,6 @@ constexpr bool takes(void (*)(P...), const char* letters) {
     return own[i] == letters[i];
 }
 
-extern "C" const void* take_misaligned() {
+extern "C" __attribute__((visibility("default"))) const void* take_misaligned() {
     return misaligned.exchange(nullptr);
 }
