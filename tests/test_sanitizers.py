@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from cdlrm.driver import signatures
-
-from .emulator import compile as host
-from .emulator import sanitize
-from .emulator.launches import FAR_SLOTS, LARGEST_DIM, MAKERS, Far, Launch, launches
+from tests.emulator import compile as host
+from tests.emulator import sanitize
+from tests.emulator.launches import FAR_SLOTS, LARGEST_DIM, MAKERS, Far, Launch, launches
 
 ADDRESS_LAUNCHES, THREAD_LAUNCHES, WORKERS = 2000, 1000, 3
 
@@ -80,7 +79,7 @@ def _a_launch(name: str, least: int) -> Launch:
 @pytest.mark.parametrize("name", ["evict", "lookup", "update_short"])
 def test_an_array_one_element_too_short_is_caught(address: Path, name: str) -> None:
     launch = _a_launch(name, least=20)
-    short = {"evict": "home_weight", "lookup": "out", "update_short": "seg_start"}[name]
+    short = {"evict": "home_weight", "lookup": "slots", "update_short": "seg_start"}[name]
     good = sanitize.run(address, [launch], 1)
     assert (good.returncode, good.stdout) == (0, "1 launches\n")
     values = launch.values | {short: launch.values[short][:-1].copy()}
