@@ -2,8 +2,8 @@
 //
 // A team of lanes owns one record, bag or row: 8 lanes of four columns (VEC = 4) or 32 lanes of one column
 // (VEC = 1).  Either way a step of a team covers 32 columns, and a tile is NV steps held in registers.
-// On the device a thread is one lane.  A host compiler (the tests' emulator) runs the same text with one
-// call a team: LANES is then a loop over the team's lanes, and PerLane has an element for each.
+// On the device a thread is one lane.  The tests' emulator runs the same text with one call a team (ONE_CALL_A_TEAM):
+// LANES is then a loop over the team's lanes, and PerLane has an element for each.
 //
 // VEC = 4 needs dim % 4 == 0 and rows that begin at multiples of 16 bytes.  Lanes beyond a row's last column
 // hold +0: adding +0 to a sum that began at +0 changes no bit, since such a sum is never -0.
@@ -24,25 +24,29 @@ constexpr int STEP_COLUMNS = 32;
 template <int VEC>
 constexpr int TEAM = STEP_COLUMNS / VEC;
 
-#ifdef __CUDACC__
+#ifdef ONE_CALL_A_TEAM
+#define LANES(VEC) for (int lane = 0; lane < TEAM<VEC>; ++lane)
+#else
 #define LANES(VEC) if (const int lane = threadIdx.x % TEAM<VEC>; true)
+#endif
+
+#ifdef __CUDACC__
 #define UNROLL _Pragma("unroll")
 #define UNROLL_PRAGMA(TEXT) _Pragma(#TEXT)
 #define UNROLL_BY(N) UNROLL_PRAGMA(unroll N)
 #else
-#define LANES(VEC) for (int lane = 0; lane < TEAM<VEC>; ++lane)
 #define UNROLL
 #define UNROLL_BY(N)
 #endif
 
 template <class T, int VEC>
 struct PerLane {
-#ifdef __CUDACC__
-    T value;
-    DEVICE T& operator[](int) { return value; }
-#else
+#ifdef ONE_CALL_A_TEAM
     T value[TEAM<VEC>];
     T& operator[](int lane) { return value[lane]; }
+#else
+    T value;
+    DEVICE T& operator[](int) { return value; }
 #endif
 };
 
@@ -51,82 +55,33 @@ DEVICE i64 team_number() {  // a host's threadIdx is the team's first lane
     return (i64)blockIdx.x * (BLOCK_THREADS / TEAM<VEC>) + threadIdx.x / TEAM<VEC>;
 }
 
-DEVICE u32 bits_of(float x) {
-#ifdef __CUDACC__
-    return __float_as_uint(x);
-#else
-    u32 bits;
-    memcpy(&bits, &x, sizeof(bits));
-    return bits;
-#endif
-}
-
-DEVICE float float_of(u32 bits) {
-#ifdef __CUDACC__
-    return __uint_as_float(bits);
-#else
-    float x;
-    memcpy(&x, &bits, sizeof(x));
-    return x;
-#endif
-}
-
-DEVICE u64 bits_of(double x) {
-#ifdef __CUDACC__
-    return __double_as_longlong(x);
-#else
-    u64 bits;
-    memcpy(&bits, &x, sizeof(bits));
-    return bits;
-#endif
-}
-
-DEVICE double double_of(u64 bits) {
-#ifdef __CUDACC__
-    return __longlong_as_double(bits);
-#else
-    double x;
-    memcpy(&x, &bits, sizeof(x));
-    return x;
-#endif
-}
-
 // --- vectors in memory ---
 
 template <int VEC>
-struct Vec {
+struct alignas(VEC * sizeof(float)) Vec {
     float v[VEC];
 };
 
 template <int VEC>
 DEVICE Vec<VEC> load(const float* from) {
-    Vec<VEC> vec;
 #ifdef __CUDACC__
-    if constexpr (VEC == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from);
-        vec.v[0] = four.x, vec.v[1] = four.y, vec.v[2] = four.z, vec.v[3] = four.w;
-        return vec;
-    }
+    return *reinterpret_cast<const Vec<VEC>*>(from);
 #else
+    Vec<VEC> vec;
     check_aligned(from, sizeof(vec));
-#endif
-    UNROLL
-    for (int i = 0; i < VEC; ++i) vec.v[i] = from[i];
+    memcpy(&vec, from, sizeof(vec));
     return vec;
+#endif
 }
 
 template <int VEC>
 DEVICE void store(float* to, const Vec<VEC>& vec) {
 #ifdef __CUDACC__
-    if constexpr (VEC == 4) {
-        *reinterpret_cast<float4*>(to) = make_float4(vec.v[0], vec.v[1], vec.v[2], vec.v[3]);
-        return;
-    }
+    *reinterpret_cast<Vec<VEC>*>(to) = vec;
 #else
     check_aligned(to, sizeof(vec));
+    memcpy(to, &vec, sizeof(vec));
 #endif
-    UNROLL
-    for (int i = 0; i < VEC; ++i) to[i] = vec.v[i];
 }
 
 // Rows are far apart: number * stride passes 2^31.
@@ -219,26 +174,30 @@ DEVICE void sum_rows(Tile<VEC, NV>& sum, int begin, int end, Load load_row) {
 
 // --- sums over lanes ---
 
-#ifdef __CUDACC__
 // The team's lanes within its warp: teams of a warp need not be at the same place.
 template <int VEC>
 DEVICE u32 team_mask() {
     constexpr u32 LOWEST = 0xFFFFFFFFu >> (32 - TEAM<VEC>);
     return LOWEST << (threadIdx.x % 32 / TEAM<VEC> * TEAM<VEC>);
 }
-#endif
 
 // The sum of 32 partial sums (lane i has those of columns i, i + 32, ...), folded by 16, 8, 4, 2, 1; known to
 // every lane of the team.
 template <int VEC>
 DEVICE float team_lane_sum(PerLane<Vec<VEC>, VEC>& partial) {
-#ifdef __CUDACC__
-    const u32 team = team_mask<VEC>();
+#ifdef ONE_CALL_A_TEAM
+    float sums[STEP_COLUMNS];
+    for (int i = 0; i < STEP_COLUMNS; ++i) sums[i] = partial[i / VEC].v[i % VEC];
+    for (int half = STEP_COLUMNS / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) sums[i] = sums[i] + sums[i + half];
+    }
+    return sums[0];
+#else
     Vec<VEC>& vec = partial.value;
     UNROLL
     for (int half = TEAM<VEC> / 2; half > 0; half /= 2) {
         UNROLL
-        for (int i = 0; i < VEC; ++i) vec.v[i] = vec.v[i] + __shfl_xor_sync(team, vec.v[i], half);
+        for (int i = 0; i < VEC; ++i) vec.v[i] = vec.v[i] + __shfl_xor_sync(team_mask<VEC>(), vec.v[i], half);
     }
     UNROLL
     for (int half = VEC / 2; half > 0; half /= 2) {
@@ -246,13 +205,6 @@ DEVICE float team_lane_sum(PerLane<Vec<VEC>, VEC>& partial) {
         for (int i = 0; i < half; ++i) vec.v[i] = vec.v[i] + vec.v[i + half];
     }
     return vec.v[0];
-#else
-    float sums[STEP_COLUMNS];
-    for (int i = 0; i < STEP_COLUMNS; ++i) sums[i] = partial[i / VEC].v[i % VEC];
-    for (int half = STEP_COLUMNS / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) sums[i] = sums[i] + sums[i + half];
-    }
-    return sums[0];
 #endif
 }
 
@@ -272,7 +224,7 @@ DEVICE void add_products(PerLane<Vec<VEC>, VEC>& partial, Tile<VEC, NV>& a, Tile
 // What the team's lanes read before is read before any of them writes after.
 template <int VEC>
 DEVICE void team_fence() {
-#ifdef __CUDACC__
+#ifndef ONE_CALL_A_TEAM
     __syncwarp(team_mask<VEC>());
 #endif
 }

@@ -20,7 +20,7 @@ DEVICE void raise_flag(int* flag, int number) {
 }
 
 DEVICE bool is_finite(float x) {
-    return (bits_of(x) & 0x7F800000) != 0x7F800000;
+    return (__float_as_uint(x) & 0x7F800000) != 0x7F800000;
 }
 
 __global__ void check_finite(const float* grad, i64 count, int number, int* flag, int* sticky, int* host_flag) {

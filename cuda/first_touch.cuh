@@ -77,9 +77,9 @@ DEVICE double far_tail(double r) {
 
 // Natural logarithm of a normal number x in (0, 1]: its exponent and an atanh series.
 DEVICE double log_of(double x) {
-    u64 bits = bits_of(x);
+    u64 bits = __double_as_longlong(x);
     int exponent = (int)(bits >> 52) - 1022;
-    double m = double_of((bits & 0x000FFFFFFFFFFFFFull) | 0x3FE0000000000000ull);  // in [0.5, 1)
+    double m = __longlong_as_double((bits & 0x000FFFFFFFFFFFFFull) | 0x3FE0000000000000ull);  // in [0.5, 1)
     if (m < 0.7071067811865476) {
         m = m * 2.0;
         exponent = exponent - 1;

@@ -18,9 +18,8 @@ DEVICE bool is_nan(float x) {
 }
 
 DEVICE bf16 to_bf16(float x) {
-    const u32 bits = bits_of(x);
-    if (is_nan(x)) return {0x7FC0};
-    return {(unsigned short)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
+    const u32 bits = __float_as_uint(x), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return {(unsigned short)(is_nan(x) ? 0x7FC0 : rounded)};
 }
 
 DEVICE fp16 to_fp16(float x) {
@@ -29,11 +28,11 @@ DEVICE fp16 to_fp16(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
     return {half};
 #else
-    const u32 sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
+    const u32 sign = __float_as_uint(x) >> 16 & 0x8000, bits = __float_as_uint(x) & 0x7FFFFFFF;
     u32 half;
     if (is_nan(x)) half = 0x7FFF;
     else if (bits >= 0x477FF000) half = 0x7C00;  // rounds to 2^16 or more: infinity
-    else if (bits < 0x38800000) half = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);  // subnormal: units of 2^-24
+    else if (bits < 0x38800000) half = __float_as_uint(__uint_as_float(bits) + 0.5f) - __float_as_uint(0.5f);  // subnormal: units of 2^-24
     else half = (bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13;
     return {(unsigned short)(sign | half)};
 #endif

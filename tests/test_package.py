@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,29 @@ def test_library_does_not_print() -> None:
     for file in (ROOT / "cdlrm").rglob("*.py"):
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             assert not line.lstrip().startswith("print("), f"{file.name}:{number}"
+
+
+def test_a_wheel_brings_the_kernels(tmp_path: Path) -> None:
+    """`cdlrm/cuda/*.cu` and `*.cuh`, no `cuda` package, and `sources` finds them there, too."""
+    tree, installed = tmp_path / "tree", tmp_path / "installed"
+    for name in ("cdlrm", "cuda"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=tree, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    kernels = {file.name for file in (ROOT / "cuda").iterdir()}
+    assert {file.name for file in (installed / "cdlrm" / "cuda").iterdir()} == kernels
+    assert {Path(name).suffix for name in kernels} == {".cu", ".cuh"}
+    assert not (installed / "cuda").exists()
+    code = (
+        f"import sys; sys.path[0] = {str(installed)!r}\n"
+        "from cdlrm.driver import signatures, sources\n"
+        "assert all(sources.source(kernel.file) for kernel in signatures.KERNELS.values())\n"
+        "print(sources.folder())"
+    )
+    assert Path(python(code).strip()) == installed.resolve() / "cdlrm" / "cuda"

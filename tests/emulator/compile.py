@@ -22,8 +22,9 @@ from typing import Any
 
 from cdlrm.driver import signatures, sources
 
-HOST_HEADER = Path(__file__).with_name("host.h")
+HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden")
+LANE_FLAGS = (*FLAGS, "-DONE_CALL_A_LANE")  # one call a thread instead of one a team
 _LETTERS = {"ptr": "p", "i32": "i", "i64": "l", "f32": "f", "f64": "d"}
 _RUNNER = ctypes.CFUNCTYPE(None, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p)
 
@@ -63,7 +64,8 @@ def translation_unit(file: str) -> str:
 
     `void run_NAME_VARIANT(long long first_block, long long last_block, int grid, const void* const* args)`
     """
-    parts = [HOST_HEADER.read_text(encoding="utf-8"), sources.source(file), "\n"]
+    lanes, host = ((HEADERS / name).read_text(encoding="utf-8") for name in ("lanes.h", "host.h"))
+    parts = [host.replace('#include "lanes.h"\n', lanes), sources.source(file), "\n"]
     for kernel in signatures.KERNELS.values():
         if kernel.file != file:
             continue
@@ -81,7 +83,10 @@ def translation_unit(file: str) -> str:
 
 
 def compile_file(file: str, flags: Sequence[str], folder: Path) -> Path:
-    """The shared library of a kernel file, from `folder` if it is there.  Raises RuntimeError with the compiler's text."""
+    """The shared library of a kernel file, from `folder` if it is there.
+
+    Raises RuntimeError with the compiler's text.
+    """
     command = [compiler() or "c++", *flags]
     text = translation_unit(file)
     key = hashlib.sha256("\0".join([*command, _version(command[0]), text]).encode()).hexdigest()[:20]
@@ -118,7 +123,7 @@ class Kernels:
         loaded = {library.name.rpartition("-")[0]: ctypes.CDLL(str(library)) for library in libraries}
         self._libraries = list(loaded.values())
         for library in self._libraries:
-            library.take_misaligned.restype = ctypes.c_void_p
+            library.take_fault.restype = ctypes.c_void_p
         self._runners: dict[tuple[str, signatures.Variant], Any] = {}
         for kernel in signatures.KERNELS.values():
             for variant in kernel.variants:
@@ -136,7 +141,7 @@ class Kernels:
         """Run blocks [first, last) of a grid, range after range (default: all in order); args checked first.
 
         Raises TypeError for arguments of wrong types and RuntimeError for an address that a vector load
-        or store of the device would have refused.
+        or store of the device would have refused, and for a shuffle without its partners (LANE_FLAGS).
         """
         signatures.check(name, args)
         runner = self._runners[name, variant]
@@ -146,9 +151,11 @@ class Kernels:
         for first, last in ((0, grid),) if blocks is None else blocks:
             runner(first, last, grid, ctypes.addressof(packed))
         for library in self._libraries:
-            address = library.take_misaligned()
-            if address is not None:
-                raise RuntimeError(f"kernel {name!r} {variant!r}: a vector access at {address:#x}, which is not aligned")
+            fault = library.take_fault()
+            if fault is not None:
+                lanes = "lanes wait for lanes that do not come"
+                what = lanes if fault == 1 else f"a vector access at {fault:#x}, which is not aligned"
+                raise RuntimeError(f"kernel {name!r} {variant!r}: {what}.")
 
 
 @functools.cache
