@@ -43,9 +43,9 @@ setup(
             "mypy>=1.14",
             "tensorboard>=2.17",
             "matplotlib>=3.8",
-            # CuPy's compilers (what its `ctk` extra installs): kernels are compiled in the tests, without a GPU.
-            "nvidia-cuda-nvrtc>=13; sys_platform == 'linux'",
-            "nvidia-cuda-nvrtc-cu12>=12.8; sys_platform == 'linux'",
+            # CUDA's compilers, as in the cuda extras: kernels are compiled in the tests, without a GPU.
+            "nvidia-cuda-nvrtc>=13,<14; sys_platform == 'linux'",
+            "nvidia-cuda-nvrtc-cu12>=12.8,<13; sys_platform == 'linux'",
         ],
         "plot": ["matplotlib>=3.8"],
         "notebook": ["matplotlib>=3.8", "notebook>=7", "nbclient>=0.10"],

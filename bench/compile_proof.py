@@ -1,9 +1,9 @@
-"""Compile every kernel in every variant with the compilers that CuPy calls, for every architecture; no GPU needed.
+"""Compile every kernel in every variant with CUDA's compilers, for every architecture; no GPU needed.
 
-NVRTC comes from the packages that CuPy's own `ctk` extra installs: `nvidia-cuda-nvrtc` (CUDA 13, sm_75 to sm_120)
-and `nvidia-cuda-nvrtc-cu12` (CUDA 12, sm_70, which CUDA 13 dropped).  A compile gives the machine code, the PTX and
-ptxas' report; from these come registers, stack and spills of each kernel, and what PTX must not contain: a fused
-multiply-add, or an approximate or flushing instruction (rule 9: every operation is rounded once).
+NVRTC, which the CUDA driver calls through CuPy, comes from the packages of our cuda extras: `nvidia-cuda-nvrtc`
+(CUDA 13, sm_75 to sm_120) and `nvidia-cuda-nvrtc-cu12` (CUDA 12, sm_70, which CUDA 13 dropped).  A compile gives the
+machine code, the PTX and ptxas' report; from these come registers, stack and spills of each kernel, and what PTX must
+not contain: a fused multiply-add, or an approximate or flushing instruction (rule 9: every operation is rounded once).
 
     python bench/compile_proof.py [--jobs 2] [--out bench/results/compile_proof.jsonl]
 
@@ -36,7 +36,6 @@ COMPILERS = {  # name -> package, its library
     "cuda12": ("nvidia-cuda-nvrtc-cu12", "libnvrtc.so.12"),
 }
 TARGETS = [("cuda12", 70), *(("cuda13", arch) for arch in (75, 80, 86, 89, 90, 100, 120))]
-CUPY_OPTIONS = ("--device-as-default-execution-space",)  # what CuPy adds to ours, beside the architecture
 REPORT = ("--ptxas-options=-v", "--no-cache")  # a result out of NVRTC's cache has no report
 INEXACT = re.compile(r"\b(?:fma|mad)\.\S*f(?:16|32|64)\S*|\b\w+\.\S*(?:ftz|approx)\S*|\bdiv\.full\S*")
 
@@ -84,7 +83,7 @@ def _nvrtc(compiler: str) -> ctypes.CDLL:
 
 
 def compile_text(compiler: str, arch: int, text: str, expressions: Sequence[str], options: Iterable[str]) -> Output:
-    """Compile for a real architecture as CuPy does.  Raises CompileError, FileNotFoundError."""
+    """Compile for a real architecture, as the product does.  Raises CompileError, FileNotFoundError."""
     nvrtc, program = _nvrtc(compiler), ctypes.c_void_p()
 
     def data(what: str) -> bytes:
@@ -141,7 +140,7 @@ def compile_file(task: tuple[str, int, str]) -> list[Usage]:
         signatures.expression(kernel.name, variant): kernel.name
         for kernel in signatures.KERNELS.values() if kernel.file == file for variant in kernel.variants
     }  # fmt: skip
-    out = compile_text(compiler, arch, source(file), list(names), (*OPTIONS, *CUPY_OPTIONS, *REPORT))
+    out = compile_text(compiler, arch, source(file), list(names), (*OPTIONS, *REPORT))
     if not out.cubin.startswith(b"\x7fELF"):
         raise CompileError(f"{compiler}, sm_{arch}, {file}: no machine code came back.")
     used, forbidden = resources(out.log), inexact(out.ptx)

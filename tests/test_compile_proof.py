@@ -10,13 +10,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import compile_proof  # noqa: E402
-from compile_proof import CUPY_OPTIONS, REPORT, TARGETS, Usage, compile_text, inexact, library, resources  # noqa: E402
+from compile_proof import REPORT, TARGETS, Usage, compile_text, inexact, library, resources  # noqa: E402
 
 from cdlrm.driver import signatures  # noqa: E402
 from cdlrm.driver.sources import OPTIONS  # noqa: E402
 
 MISSING = [package for name, (package, _) in compile_proof.COMPILERS.items() if library(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"NVRTC is not installed: pip install {' '.join(MISSING)}")
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"NVRTC is not installed: pip install {' '.join(MISSING)}"),
+    pytest.mark.limit(1800),  # two minutes of one core's work, which others may want too
+]
 
 SPILLS = """
 extern "C" __global__ void spills(float* values, const int* order) {
@@ -54,20 +57,20 @@ def test_no_kernel_contracts_or_approximates(usages: list[Usage]) -> None:
 
 @pytest.mark.parametrize(("compiler", "arch"), [TARGETS[0], TARGETS[-1]])
 def test_local_memory_would_be_seen(compiler: str, arch: int) -> None:
-    out = compile_text(compiler, arch, SPILLS, [], (*OPTIONS, *CUPY_OPTIONS, *REPORT))
+    out = compile_text(compiler, arch, SPILLS, [], (*OPTIONS, *REPORT))
     assert resources(out.log)["spills"][1] >= 256
-    contracts = compile_text(compiler, arch, CONTRACTS, [], (*OPTIONS, *CUPY_OPTIONS, *REPORT))
+    contracts = compile_text(compiler, arch, CONTRACTS, [], (*OPTIONS, *REPORT))
     assert resources(contracts.log)["contracts"][1:] == (0, 0)
 
 
 @pytest.mark.parametrize(("compiler", "arch"), [TARGETS[0], TARGETS[-1]])
 def test_a_contraction_would_be_seen(compiler: str, arch: int) -> None:
     """With our options there is none; without them there is; and fast-math is seen in divisions."""
-    ours = compile_text(compiler, arch, CONTRACTS, [], (*OPTIONS, *CUPY_OPTIONS))
+    ours = compile_text(compiler, arch, CONTRACTS, [], OPTIONS)
     assert inexact(ours.ptx) == {"contracts": ()}
-    default = compile_text(compiler, arch, CONTRACTS, [], CUPY_OPTIONS)
+    default = compile_text(compiler, arch, CONTRACTS, [], [])
     assert inexact(default.ptx) == {"contracts": ("fma.rn.f32",)}
-    fast = compile_text(compiler, arch, CONTRACTS, [], ("--use_fast_math", *CUPY_OPTIONS))
+    fast = compile_text(compiler, arch, CONTRACTS, [], ["--use_fast_math"])
     assert "div.approx.ftz.f32" in inexact(fast.ptx)["contracts"]
 
 
