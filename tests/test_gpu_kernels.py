@@ -6,6 +6,7 @@ the emulator does, and with one call a lane and real shuffles, as a device does.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 
@@ -14,13 +15,22 @@ import pytest
 import torch
 from emulator import calls
 from emulator.calls import Call, F, Records, floats, launch, normal, records, same
-from emulator.compile import FLAGS, LANE_FLAGS, compiled, unavailable
+from emulator.compile import (
+    EXPORTED,
+    FLAGS,
+    LANE_FLAGS,
+    cache_folder,
+    compile_text,
+    compiled,
+    unavailable,
+    with_header,
+)
 
 from cdlrm import optim
 from cdlrm.driver import cpu_kernels, cpu_update
 from cdlrm.driver.signatures import KERNELS, OPTIMIZERS, OUTPUTS, STEPS, VECS
 from cdlrm.initial import Initializer
-from cdlrm.normal import Normal
+from cdlrm.normal import Normal, quantile
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -91,8 +101,7 @@ def test_fill_copies_and_first_touches(vec: int, count: int) -> None:
         assert same(cache.weight.copy(), weight) and same(cache.state.copy(), state), (dim, width)
 
 
-def test_normal_numbers_of_the_far_tails() -> None:
-    """Enough rows that every branch of the quantile is taken."""
+def test_many_normal_numbers() -> None:
     rows, dim = np.arange(20000, dtype=np.int64) * 977, 64
     cache, normals = floats(len(rows) * dim).reshape(-1, dim), Normal(seed=3, table=1)
     launch(
@@ -103,6 +112,22 @@ def test_normal_numbers_of_the_far_tails() -> None:
     )  # fmt: skip
     expected = normals(rows, dim)
     assert np.abs(expected).max() > 4.7 and same(cache, expected)
+
+
+def test_normal_quantile_to_the_last_bit() -> None:
+    """In float64 and in all branches: the far tails begin at 1e-11, where no test's random number comes to be."""
+    runner = (
+        f"{EXPORTED} void quantiles(const double* p, double* out, long long count) "
+        "{ for (long long i = 0; i < count; ++i) out[i] = quantile(p[i]); }"
+    )
+    text = with_header("first_touch.cuh", runner)
+    library = ctypes.CDLL(str(compile_text("quantile", text, calls.flags, cache_folder())))
+    small = 10.0 ** np.random.default_rng(0).uniform(-15.9, 0, 3000)
+    p = np.concatenate([small, 1 - small, np.linspace(0.001, 0.999, 999), [2.0**-53, 1 - 2.0**-53, 0.075, 0.925]])
+    out = np.empty_like(p)
+    library.quantiles(*(ctypes.c_void_p(array.ctypes.data) for array in (p, out)), ctypes.c_longlong(len(p)))
+    assert out.max() > 8 and out.min() < -8
+    assert same(out, np.array([quantile(value) for value in p]))
 
 
 @pytest.mark.parametrize("count", [0, 1, 40])

@@ -25,6 +25,7 @@ from cdlrm.driver import signatures, sources
 HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden")
 LANE_FLAGS = (*FLAGS, "-DONE_CALL_A_LANE")  # one call a thread instead of one a team
+EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 _LETTERS = {"ptr": "p", "i32": "i", "i64": "l", "f32": "f", "f64": "d"}
 _RUNNER = ctypes.CFUNCTYPE(None, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p)
 
@@ -64,8 +65,7 @@ def translation_unit(file: str) -> str:
 
     `void run_NAME_VARIANT(long long first_block, long long last_block, int grid, const void* const* args)`
     """
-    lanes, host = ((HEADERS / name).read_text(encoding="utf-8") for name in ("lanes.h", "host.h"))
-    parts = [host.replace('#include "lanes.h"\n', lanes), sources.source(file), "\n"]
+    runners = []
     for kernel in signatures.KERNELS.values():
         if kernel.file != file:
             continue
@@ -73,34 +73,41 @@ def translation_unit(file: str) -> str:
         for variant in kernel.variants:
             function = signatures.expression(kernel.name, variant)
             threads = f"{signatures.BLOCK_THREADS}, {team_threads(variant, kernel.name)}"
-            parts.append(
+            runners.append(
                 f'static_assert(takes({function}, "{letters}"), "signatures.py: {function}");\n'
-                f'extern "C" __attribute__((visibility("default"))) void {symbol(kernel.name, variant)}'
+                f"{EXPORTED} void {symbol(kernel.name, variant)}"
                 "(long long first, long long last, int grid, const void* const* args) {\n"
                 f"    run_blocks({function}, {threads}, first, last, grid, args);\n}}\n"
             )
-    return "".join(parts)
+    return with_header(file, "".join(runners))
 
 
-def compile_file(file: str, flags: Sequence[str], folder: Path) -> Path:
-    """The shared library of a kernel file, from `folder` if it is there.
+def with_header(file: str, more: str) -> str:
+    """The header, a file of `cuda/` and `more` text."""
+    lanes, host = ((HEADERS / name).read_text(encoding="utf-8") for name in ("lanes.h", "host.h"))
+    return "\n".join((host.replace('#include "lanes.h"\n', lanes), sources.source(file), "#line 1", more))
 
-    Raises RuntimeError with the compiler's text.
-    """
+
+def compile_text(name: str, text: str, flags: Sequence[str], folder: Path) -> Path:
+    """The shared library of a text, from `folder` if it is there.  Raises RuntimeError with the compiler's words."""
     command = [compiler() or "c++", *flags]
-    text = translation_unit(file)
     key = hashlib.sha256("\0".join([*command, _version(command[0]), text]).encode()).hexdigest()[:20]
-    library = folder / f"{Path(file).stem}-{key}.so"
+    library = folder / f"{name}-{key}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed when whole: others may be compiling it too
-        unit, made = Path(work) / f"{Path(file).stem}.cpp", Path(work) / "made.so"
+        unit, made = Path(work) / f"{name}.cpp", Path(work) / "made.so"
         unit.write_text(text, encoding="utf-8")
         done = subprocess.run([*command, str(unit), "-o", str(made)], capture_output=True, text=True, timeout=600)
         if done.returncode != 0:
-            raise RuntimeError(f"{file} does not compile for the host:\n{done.stderr[-8000:]}")
+            raise RuntimeError(f"{name} does not compile for the host:\n{done.stderr[-8000:]}")
         made.replace(library)
     return library
+
+
+def compile_file(file: str, flags: Sequence[str], folder: Path) -> Path:
+    """The shared library of a kernel file, with a runner for each variant."""
+    return compile_text(Path(file).stem, translation_unit(file), flags, folder)
 
 
 @functools.cache
