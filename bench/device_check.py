@@ -33,6 +33,7 @@ import device_exact  # noqa: E402
 import device_kernels  # noqa: E402
 import device_step  # noqa: E402
 import device_workload  # noqa: E402
+import torch  # noqa: E402
 from device_common import SCALES, Box, Report, Setup, circumstances  # noqa: E402
 
 from cdlrm.driver.backend import Backend  # noqa: E402
@@ -81,6 +82,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--here", action="store_true", help="run the parts in this process, without hard limits")
     options = parser.parse_args(words)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; run on a machine with one, or try with --device cpu --scale small.")
     path = options.out / "device_check.jsonl"
     for name in options.only or list(PARTS):
         started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import platform
@@ -106,9 +107,15 @@ class Setup:
         return True
 
 
+@functools.cache
+def work_streams(backend: Backend) -> tuple[Stream, Stream]:
+    """The two streams that all measurements use."""
+    return backend.new_stream(), backend.new_stream()
+
+
 def device_ms(backend: Backend, issue: Callable[[Stream], None], repeats: int = 5) -> float:
-    """Median milliseconds of what `issue` puts on a stream of its own, after one round that is not counted."""
-    stream, times = backend.new_stream(), []
+    """Median milliseconds of what `issue` puts on the first work stream, after one round that is not counted."""
+    stream, times = work_streams(backend)[0], []
     for number in range(repeats + 1):
         first = backend.record(stream)
         issue(stream)

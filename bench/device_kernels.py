@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from device_common import Setup, device_ms, wall_ms
+from device_common import Setup, device_ms, wall_ms, work_streams
 
 from cdlrm.driver.backend import Backend, DeviceBuffer, PinnedBuffer, Stream
 from cdlrm.driver.cpu import CpuDriver
@@ -28,7 +28,7 @@ Issue = Callable[[Stream], None]
 
 def upload(backend: Backend, array: np.ndarray) -> DeviceBuffer:
     """An array on the device, through pinned memory."""
-    stream, pinned, buffer = backend.new_stream(), backend.pinned(max(array.nbytes, 1)), backend.alloc(array.nbytes)
+    stream, pinned, buffer = work_streams(backend)[0], backend.pinned(max(array.nbytes, 1)), backend.alloc(array.nbytes)
     backend.host_writes(pinned.address, array.nbytes)
     pinned.array[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
     backend.copy(buffer.address, pinned.address, array.nbytes, "h2d", stream)
@@ -38,15 +38,15 @@ def upload(backend: Backend, array: np.ndarray) -> DeviceBuffer:
 
 def zeros(backend: Backend, nbytes: int) -> DeviceBuffer:
     """Device memory of zeros."""
-    stream, buffer = backend.new_stream(), backend.alloc(nbytes)
+    stream, buffer = work_streams(backend)[0], backend.alloc(nbytes)
     backend.clear(buffer.address, nbytes, stream)
     backend.synchronize(backend.record(stream), "device_check")
     return buffer
 
 
 def both_at_once(backend: Backend, one: Issue, other: Issue) -> Issue:
-    """Issues `one` on the stream given and `other` on a second, between the same two events."""
-    second = backend.new_stream()
+    """Issues `one` on the stream given and `other` on the second, between the same two events."""
+    second = work_streams(backend)[1]
 
     def issue(stream: Stream) -> None:
         backend.wait(second, backend.record(stream))
@@ -66,22 +66,25 @@ class Link:
         """`host`: read by fills; `home`: written by evicts; half of each record's places are used."""
         self.backend, self.host, self.home, self.device = backend, host, home, device
         self.floats, self.places = size // 4, host.array.size // size
-        self.count = max(self.places // 2, 1)
+        self.count = self.places // 2
         self.nbytes = self.count * size
         rng = np.random.default_rng(size)
         self.host_rows = rng.permutation(self.places)[: self.count]
         self.rows = upload(backend, self.host_rows.astype(np.int64))
-        self.slots = upload(backend, rng.permutation(self.places)[: self.count].astype(np.int32))
-        self.staged = zeros(backend, self.nbytes)
-        self.staging = backend.pinned(self.nbytes)
-        backend.host_writes(self.staging.address, self.nbytes)
-        self.staging.array[:] = 0
+        slots = rng.permutation(self.places).astype(np.int32)
+        self.slots = {"fill": upload(backend, slots[: self.count]), "evict": upload(backend, slots[self.count :])}
+        self.staged = {kernel: zeros(backend, self.nbytes) for kernel in self.slots}
+        self.staging = {kernel: backend.pinned(self.nbytes) for kernel in self.slots}
+        for staging in self.staging.values():
+            backend.host_writes(staging.address, self.nbytes)
+            staging.array[:] = 0
 
     def _launch(self, kernel: str, home: int, staged: int, stream: Stream) -> None:
         values: dict[str, Any] = {
             "weight": self.device.address, "weight_stride": self.floats, "state_stride": 0, "home_weight": home,
             "home_weight_stride": self.floats, "home_state_stride": 0, "rows": self.rows.address,
-            "slots": self.slots.address, "count": self.count, "staged": staged, "dim": self.floats, "state_width": 0,
+            "slots": self.slots[kernel].address, "count": self.count, "staged": staged, "dim": self.floats,
+            "state_width": 0,
         }  # fmt: skip
         if kernel == "fill":
             values |= {"copied": self.count, "tables": 0, "initial_state": 0.0}
@@ -94,16 +97,20 @@ class Link:
         self._launch("evict", self.home.address, 0, stream)
 
     def staged_fill(self, stream: Stream) -> None:
-        self.backend.copy(self.staged.address, self.staging.address, self.nbytes, "h2d", stream)
-        self._launch("fill", self.staged.address, 1, stream)
+        staged = self.staged["fill"].address
+        self.backend.copy(staged, self.staging["fill"].address, self.nbytes, "h2d", stream)
+        self._launch("fill", staged, 1, stream)
 
     def staged_evict(self, stream: Stream) -> None:
-        self._launch("evict", self.staged.address, 1, stream)
-        self.backend.copy(self.staging.address, self.staged.address, self.nbytes, "d2h", stream)
+        staged = self.staged["evict"].address
+        self._launch("evict", staged, 1, stream)
+        self.backend.copy(self.staging["evict"].address, staged, self.nbytes, "d2h", stream)
 
     def host_gather(self, driver: CpuDriver) -> None:
         source = self.host.array[: self.places * self.floats * 4].view(np.float32).reshape(self.places, self.floats)
-        driver.copy_rows(self.staging.array.view(np.float32).reshape(-1, self.floats), None, source, self.host_rows)
+        staging = self.staging["fill"]
+        self.backend.host_writes(staging.address, self.nbytes)
+        driver.copy_rows(staging.array.view(np.float32).reshape(-1, self.floats), None, source, self.host_rows)
 
 
 def check_link(setup: Setup) -> None:
@@ -150,7 +157,6 @@ def check_link(setup: Setup) -> None:
             report.figure("c", "zero copy / sequential kernel copy", share, "share", least=least, direction=direction,
                           record_bytes=size)  # fmt: skip
         measure("staged, on the device", link.staged_fill, link.staged_evict, link.nbytes, record_bytes=size)
-        backend.host_writes(link.staging.address, link.nbytes)
         gathered = link.nbytes / wall_ms(lambda: link.host_gather(driver), 3) / 1e6  # noqa: B023 - called at once
         report.figure("c", "staged, gather on the host", gathered, "GB/s", record_bytes=size)
     driver.close()

@@ -46,7 +46,8 @@ def shape_for(setup: Setup) -> Shape:
     """The largest tables of at most 10 million rows that fit a share of the free memory."""
     if not setup.full:
         return Shape([min(rows, 400) for rows in TERABYTE], 8, 32, [13, 16, 8], [16, 1], 2, 3, 1)
-    budget = min(0.35 * free for free in setup.free_bytes())
+    device, host = setup.free_bytes()
+    budget = min(0.6 * device, 0.25 * host)
     most = 10_000_000
     while sum(min(rows, most) for rows in TERABYTE) * 64 * 4 > budget:
         most = most * 9 // 10
@@ -73,18 +74,18 @@ class Contestant:
         self.blocks: list[float] = []  # milliseconds a step
 
     def _warm_up(self, shape: Shape, batches: list[Batch], ratio: float) -> None:
-        def train(batch: Batch) -> None:
-            (self.tables(batch) * 0.0).sum().backward()
-
+        """Train every row of the batches; then others, until half of the cache was evicted."""
         for batch in cdlrm.lookahead(self.tables, batches):
-            train(batch)
-        settings: dict[str, Any] = {"cardinalities": shape.rows, "exponents": 0.0, "missing": 0.0, "seed": 9}
-        others = SyntheticSource(batch_size=(32 if self.setup.full else 1) * shape.batch, num_batches=512, **settings)
-        evicts = self.tables.stats()["evicts"]
-        for batch in others if ratio < 1 else ():
-            train(batch)
-            if self.tables.stats()["evicts"] - evicts > self.tables.stats()["cache_rows"] // 2:
-                return
+            self._touch(batch)
+        generator, size = torch.Generator().manual_seed(9), shape.batch * (32 if self.setup.full else 1)
+        cache_rows, evicts = self.tables.stats()["cache_rows"], self.tables.stats()["evicts"]
+        while ratio < 1 and self.tables.stats()["evicts"] - evicts < cache_rows // 2:
+            self._touch({
+                f"c{c + 1}": torch.randint(rows, (size,), generator=generator) for c, rows in enumerate(shape.rows)
+            })  # fmt: skip
+
+    def _touch(self, features: Any) -> None:
+        (self.tables(features) * 0.0).sum().backward()
 
     def block(self, shape: Shape) -> None:
         for number in range(shape.block):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from tests.emulator import compile as host
-from tests.emulator.backend import EmulatedBackend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
@@ -108,6 +107,8 @@ def test_draw_follows_its_power_law() -> None:
 @needs_compiler
 @pytest.mark.limit(600)
 def test_parts_c_and_d_run_on_the_emulated_device() -> None:
+    from tests.emulator.backend import EmulatedBackend
+
     backend = EmulatedBackend(seed=4)
     link = device_check.run_part("c", "emulated", "small", backend, None, LONG)
     assert {line["direction"] for line in figures(link, "zero copy")} == {"to the device", "to the host", "both"}
@@ -140,6 +141,15 @@ def test_the_command_writes_a_line_a_figure(tmp_path: Path, capsys: pytest.Captu
         assert line["versions"]["torch"] and line["versions"]["numpy"]
     said = capsys.readouterr().out
     assert said.count("\n") == len(lines) + 1 and "(target <= 1.05)" in said
+
+
+def test_without_a_gpu_the_command_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if device_check.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit):
+        device_check.main(["--out", str(tmp_path)])
+    assert "torch sees no GPU here; run on a machine with one" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_is_claimed_at_full_size_only() -> None:

@@ -24,7 +24,7 @@ static const Runner runners[] = {ENTRIES(ENTRY)};
 FILES(FILE_OF_KERNELS)
 #undef FILE_OF_KERNELS
 #define FILE_OF_KERNELS(NAME) NAME,
-static const void* (*const misaligned[])() = {FILES(FILE_OF_KERNELS)};
+static const void* (*const faults[])() = {FILES(FILE_OF_KERNELS)};
 
 struct Buffer {
     char* data;
@@ -79,7 +79,7 @@ static void run_launch(const int32_t* head, int workers) {
     }
     runners[entry](0, workers, grid, args.data());
     for (std::thread& thread : threads) thread.join();
-    for (auto take : misaligned) {
+    for (auto take : faults) {
         if (const void* address = take()) {
             fprintf(stderr, "entry %d: a vector access at %p, which is not aligned\n", entry, address);
             exit(4);

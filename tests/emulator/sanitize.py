@@ -19,10 +19,10 @@ from pathlib import Path
 
 from cdlrm.driver import signatures, sources
 
-from .compile import HOST_HEADER, cache_folder, compiler, files, team_threads
+from .compile import HEADERS, cache_folder, compiler, files, team_threads
 from .launches import ENTRIES, Launch, encode
 
-MAIN = Path(__file__).with_name("sanitize.cpp")
+MAIN = HEADERS / "sanitize.cpp"
 COMMON = ("-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-pthread")
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -55,7 +55,7 @@ def symbol(name: str, variant: signatures.Variant) -> str:
 
 def _unit(file: str, change: Callable[[str], str]) -> str:
     """A kernel file for the host, with a function for each variant that runs a worker's teams."""
-    parts = [HOST_HEADER.read_text(encoding="utf-8"), change(sources.source(file)), RUN_TEAMS]
+    parts = [(HEADERS / "host.h").read_text(encoding="utf-8"), change(sources.source(file)), RUN_TEAMS]
     for name, variant in ENTRIES:
         if signatures.KERNELS[name].file == file:
             parts.append(
@@ -78,7 +78,7 @@ def _main(only: Sequence[str]) -> str:
 
 def _take(file: str) -> str:
     """Each file's own name for host.h's function."""
-    return f"take_misaligned_{Path(file).stem}"
+    return f"take_fault_{Path(file).stem}"
 
 
 def build(
@@ -89,7 +89,8 @@ def build(
     chosen = list(only or files())
     flags = [*COMMON, *SANITIZERS[sanitizer]]
     units = {"main": _main(chosen)} | {Path(file).stem: _unit(file, change) for file in chosen}
-    key = hashlib.sha256("\0".join([compiler() or "", *flags, *units.values()]).encode()).hexdigest()[:20]
+    version = _call(["--version"])
+    key = hashlib.sha256("\0".join([version, *flags, *units.values()]).encode()).hexdigest()[:20]
     program = cache_folder() / f"{sanitizer}-{key}"
     if program.exists():
         return program
@@ -98,7 +99,7 @@ def build(
         def compile_unit(stem: str) -> Path:
             unit, made = Path(work) / f"{stem}.cpp", Path(work) / f"{stem}.o"
             unit.write_text(units[stem], encoding="utf-8")
-            _call([*flags, f"-Dtake_misaligned={_take(stem)}", "-c", str(unit), "-o", str(made)])
+            _call([*flags, f"-Dtake_fault={_take(stem)}", "-c", str(unit), "-o", str(made)])
             return made
 
         largest_first = sorted(units, key=lambda stem: -units[stem].count("run_teams"))
@@ -109,10 +110,12 @@ def build(
     return program
 
 
-def _call(words: list[str]) -> None:
+def _call(words: list[str]) -> str:
+    """Call the compiler; what it says."""
     done = subprocess.run([compiler() or "c++", *words], capture_output=True, text=True, timeout=900)
     if done.returncode != 0:
         raise RuntimeError(f"a sanitizer's build failed:\n{done.stderr[-8000:]}")
+    return done.stdout
 
 
 def run(program: Path, launches: Iterable[Launch], workers: int) -> subprocess.CompletedProcess[str]:
