@@ -6,16 +6,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cdlrm.driver import signatures
 
-from .compile import FLAGS, compiled, team_threads
+from .compile import FLAGS, LANE_FLAGS, compiled, team_threads
 
 F = np.float32
 CHUNK = 256
 
 
 flags = FLAGS  # how launch() compiles
+DIMS = [1, 3, 17, 31, 33, 100, 257, 4, 32, 64, 128, 132, 512, 4096]
+
+
+@pytest.fixture(autouse=True, params=[FLAGS, LANE_FLAGS], ids=["teams", "lanes"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a team as in the emulator, then one call a lane as on a device."""
+    monkeypatch.setattr(f"{__name__}.flags", request.param)
+
+
+def dims_of(vec: int) -> list[int]:
+    return [dim for dim in DIMS if dim % vec == 0]
+
+
+def generator(*seed: object) -> np.random.Generator:
+    return np.random.default_rng([abs(hash(part)) % 2**32 if not isinstance(part, str) else len(part) for part in seed])
 
 
 def launch(name: str, variant: signatures.Variant, owners: int, seed: int = 0, **values: Any) -> None:
