@@ -127,10 +127,12 @@ def resources(log: str) -> dict[str, tuple[int, int, int]]:
 
 
 def inexact(ptx: str) -> dict[str, tuple[str, ...]]:
-    """Symbol of each entry of the PTX -> its instructions that round otherwise than once, each kind once."""
-    parts = re.split(r"\.entry\s+(\w+)", ptx)
-    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
-    return {name: tuple(sorted(set(INEXACT.findall(body)))) for name, body in bodies.items()}
+    """Symbol of each entry of the PTX -> its instructions that round otherwise than once, each kind once.
+
+    Functions that were not inlined come before the entries and count for all of them."""
+    functions, *parts = re.split(r"\.entry\s+(\w+)", ptx)
+    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+    return {name: tuple(sorted(set(INEXACT.findall(functions + body)))) for name, body in bodies.items()}
 
 
 def compile_file(task: tuple[str, int, str]) -> list[Usage]:

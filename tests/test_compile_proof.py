@@ -25,7 +25,8 @@ SPILLS = """
 extern "C" __global__ void spills(float* values, const int* order) {
     float kept[64];
     for (int i = 0; i < 64; ++i) kept[i] = values[i];
-    values[0] = kept[order[0] & 63];
+    for (int i = 0; i < 64; ++i) kept[order[i] & 63] += kept[i];
+    values[0] = kept[order[64] & 63];
 }"""
 CONTRACTS = 'extern "C" __global__ void contracts(float* v) { v[0] = v[1] * v[2] + v[3]; v[4] = v[5] / v[6]; }'
 
@@ -72,6 +73,14 @@ def test_a_contraction_would_be_seen(compiler: str, arch: int) -> None:
     assert inexact(default.ptx) == {"contracts": ("fma.rn.f32",)}
     fast = compile_text(compiler, arch, CONTRACTS, [], ["--use_fast_math"])
     assert "div.approx.ftz.f32" in inexact(fast.ptx)["contracts"]
+
+
+def test_a_contraction_in_a_function_that_is_not_inlined_would_be_seen() -> None:
+    text = "__noinline__ __device__ float f(float a, float b) { return a * b + a; }" + CONTRACTS.replace(
+        "v[1] * v[2] + v[3]", "f(v[1], v[2])"
+    )
+    assert inexact(compile_text("cuda13", 90, text, [], []).ptx) == {"contracts": ("fma.rn.f32",)}
+    assert inexact(compile_text("cuda13", 90, text, [], OPTIONS).ptx) == {"contracts": ()}
 
 
 def test_a_text_that_does_not_compile_is_told_with_its_log() -> None:
