@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -118,11 +119,21 @@ def _call(words: list[str]) -> str:
     return done.stdout
 
 
+@functools.cache
+def _fixed_addresses() -> list[str]:
+    """What to put before a command so that its addresses are not random, where that is allowed: TSan wants ranges
+    that much randomisation may take."""
+    prefix = [shutil.which("setarch") or "setarch", platform.machine(), "-R"]
+    try:
+        allowed = subprocess.run([*prefix, "true"], capture_output=True, timeout=60).returncode == 0
+    except OSError:
+        allowed = False
+    return prefix if allowed else []
+
+
 def run(program: Path, launches: Iterable[Launch], workers: int) -> subprocess.CompletedProcess[str]:
     """Run the launches; `stdout` says how many, `stderr` holds the sanitizer's report, returncode 66 its verdict."""
-    # TSan wants its address ranges free, which much address randomisation does not leave.
-    fixed = [shutil.which("setarch") or "", platform.machine(), "-R"] if program.name.startswith("thread") else []
-    command = [*(fixed if fixed and fixed[0] else []), str(program), str(workers)]
+    command = [*(_fixed_addresses() if program.name.startswith("thread") else []), str(program), str(workers)]
     environment = {**os.environ, **ENVIRONMENT}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment) as process:
