@@ -36,7 +36,17 @@ setup(
         "cuda12": ["cupy-cuda12x>=14", "nvidia-cuda-nvrtc-cu12>=12,<13"],
         "cuda13": ["cupy-cuda13x>=14", "nvidia-cuda-nvrtc>=13,<14"],
         "tensorboard": ["tensorboard>=2.17"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "tensorboard>=2.17", "matplotlib>=3.8"],
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.14",
+            "tensorboard>=2.17",
+            "matplotlib>=3.8",
+            # CUDA's compilers, as in the cuda extras: kernels are compiled in the tests, without a GPU.
+            "nvidia-cuda-nvrtc>=13,<14; sys_platform == 'linux'",
+            "nvidia-cuda-nvrtc-cu12>=12.8,<13; sys_platform == 'linux'",
+        ],
         "plot": ["matplotlib>=3.8"],
         "notebook": ["matplotlib>=3.8", "notebook>=7", "nbclient>=0.10"],
         "torchrec": ["torchrec>=1.0"],

@@ -6,6 +6,10 @@ import functools
 import re
 from pathlib import Path
 
+# Of every compile with NVRTC, in the product and in bench/compile_proof.py.  Rule 9: no contraction, subnormal numbers
+# kept, division and square root correctly rounded.
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
