@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +28,14 @@ UPDATES = ("backward", "step")
 RESERVE = 0.25  # of the available memory is left to everything else
 
 
+_MEASURED: dict[Any, Any] = {}  # how rows travel best, by GPU and width
+
+
 def _cuda(chosen: Chosen) -> Driver:
     from .driver.cuda import CudaBackend
     from .driver.gpu import GpuDriver
 
-    return GpuDriver(CudaBackend(chosen.gpu or 0), why=chosen.reason)
+    return GpuDriver(CudaBackend(chosen.gpu or 0), why=chosen.reason, measured=_MEASURED)
 
 
 DRIVERS: dict[str, Callable[[Chosen], Driver]] = {"cpu": lambda chosen: CpuDriver(), "cuda": _cuda}

@@ -8,18 +8,22 @@ is needed again or the slot is.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import PinError
+from ..errors import DeviceError, PinError
 from ..store import bits
 from ..store.ram import RamStore
-from .backend import Backend
+from .backend import Backend, Stream
 from .staging import Layout, Ring, Slot
 
 if TYPE_CHECKING:
     from ..store import Store
+
+log = logging.getLogger("cdlrm")
 
 
 class ZeroCopy:
@@ -27,7 +31,7 @@ class ZeroCopy:
 
     staged = 0
 
-    def __init__(self, backend: Backend, store: RamStore) -> None:
+    def __init__(self, backend: Backend, store: RamStore, transfer: Stream) -> None:
         self.backend, self.store = backend, store
         self._arrays = store.memory()
         self._addresses: list[int] = []
@@ -35,8 +39,11 @@ class ZeroCopy:
             for array in self._arrays:
                 self._addresses.append(backend.register(array))
         except PinError:
-            self.close()
+            for array, _ in zip(self._arrays, self._addresses, strict=False):
+                backend.unregister(array)
             raise
+        # Memory must not be freed while it is pinned, also when a module is dropped without `close`.
+        self._release = weakref.finalize(self, _unpin, backend, transfer, self._arrays)
         self.weight = self._addresses[0]
         self.state = self._addresses[-1] + (4 * store.dim if len(self._arrays) == 1 else 0)
 
@@ -70,9 +77,17 @@ class ZeroCopy:
         """The stream orders a fill after an earlier evict of its row."""
 
     def close(self) -> None:
-        for array, _ in zip(self._arrays, self._addresses, strict=False):
-            self.backend.unregister(array)
-        self._addresses = []
+        self._release()
+
+
+def _unpin(backend: Backend, transfer: Stream, arrays: list[np.ndarray]) -> None:
+    """Once nothing that was issued needs them."""
+    try:
+        backend.synchronize(backend.record(transfer), "close")
+        for array in arrays:
+            backend.unregister(array)
+    except DeviceError as error:  # a lost device; the process gives the memory back
+        log.debug("%s", error)
 
 
 class Staged:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ..optim import SGD, Optimizer
 from ..store.ram import RamStore
 from .backend import Backend
 from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weights
-from .calibrate import measure
+from .calibrate import Choice, measure
 from .carrier import Staged, ZeroCopy
 from .cpu import CpuDriver
 from .formulas import Formula
@@ -39,13 +39,16 @@ log = logging.getLogger("cdlrm")
 
 class GpuDriver(Driver):
     """A GPU.  `zero_copy`: kernels may reach pinned tables; `padded`: records of host tables lie together, padded
-    to 32 bytes (None: both are measured by `prepare`); `why`: how the device was chosen."""
+    to 32 bytes (None: both are measured by `prepare`, once for all drivers with the same `measured`); `why`: how
+    the device was chosen."""
 
     in_place = False
 
     def __init__(
-        self, backend: Backend, *, zero_copy: bool | None = None, padded: bool | None = None, why: str = ""
-    ) -> None:
+        self, backend: Backend, *, zero_copy: bool | None = None, padded: bool | None = None, why: str = "",
+        measured: dict[Any, Choice] | None = None,
+    ) -> None:  # fmt: skip
+        self._measured = {} if measured is None else measured
         self.backend, self.name, self.device = backend, backend.name, backend.device
         self.zero_copy, self.padded = zero_copy, padded
         self.host = CpuDriver()
@@ -60,7 +63,10 @@ class GpuDriver(Driver):
     def prepare(self, record_widths: Sequence[tuple[int, int]]) -> None:
         if self.zero_copy is not None or not record_widths:
             return
-        choice = measure(self.backend, record_widths)
+        key = (str(self.device), *sorted(record_widths))
+        if key not in self._measured:
+            self._measured[key] = measure(self.backend, record_widths)
+        choice = self._measured[key]
         self.zero_copy, self.padded = choice.zero_copy, choice.joined_records
         self._notes.append(choice.sentence)
 
@@ -83,7 +89,7 @@ class GpuDriver(Driver):
         if not isinstance(store, RamStore) or not self.zero_copy:
             return Staged(self.backend, store, ring)
         try:
-            return ZeroCopy(self.backend, store)
+            return ZeroCopy(self.backend, store, self.transfer)
         except PinError as error:
             told = (
                 f"the tables stay in pageable memory and their rows pass through a staging buffer, which costs a copy "
