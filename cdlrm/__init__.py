@@ -9,8 +9,14 @@ Where things are, in the order in which a batch meets them (words: README and th
     ahead, runtime              `lookahead`: reader, planner and transfer threads ahead of the trainer
     plan/                       window, `Planner`, `Plan`; MIN, the optimum to compare with
     cache, loans, store/        records on the device; those no plan knows of; their home (memory, file)
-    group, step                 one row space, cache and plan; the life of a batch in it
-    driver/, initial, normal    kernels of a device; initial values
+    group, step, deferred       one row space, cache and plan; the life of a batch in it; updates that wait
+    driver/base                 the seam: `Driver` a device, `Records` the records of a group on it
+    driver/cpu*, intrinsics     the CPU: numba kernels
+    driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts
+                                the GPU: what goes there with a plan, how rows travel, launches of the kernels in cuda/
+    driver/backend, cuda, cubin, pinned, signatures, sources, calibrate, choose
+                                what a GPU must offer; CuPy's; compiling, pinning, choosing
+    initial, normal             initial values
     optim, fused, gradient      formulas; learning rates and gradients as torch sees them
     module, autograd            what all modules share, and their bridge to autograd
     embedding, bag, replace     `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own
