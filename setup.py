@@ -38,6 +38,7 @@ setup(
         "tensorboard": ["tensorboard>=2.17"],
         "test": [
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.14",
