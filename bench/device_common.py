@@ -109,8 +109,9 @@ class Setup:
 
 @functools.cache
 def work_streams(backend: Backend) -> tuple[Stream, Stream]:
-    """The two streams that all measurements use."""
-    return backend.new_stream(), backend.new_stream()
+    """The two streams that all measurements use: torch's, on which its memory may be used at once, and another that
+    must wait for it."""
+    return backend.compute_stream(), backend.new_stream()
 
 
 def device_ms(backend: Backend, issue: Callable[[Stream], None], repeats: int = 5) -> float:

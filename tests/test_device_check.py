@@ -106,6 +106,32 @@ def test_draw_follows_its_power_law() -> None:
 
 @needs_compiler
 @pytest.mark.limit(600)
+@pytest.mark.parametrize("part", ["a", "b", "e"])
+def test_parts_a_b_and_e_run_on_the_emulated_device(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device named "cuda" is the emulated one; part (a) compares it with the real CPU driver."""
+    from cdlrm import placement
+    from tests.emulated import Emulated
+
+    emulated, real = Emulated(5), placement.choose_driver
+    monkeypatch.setattr(
+        placement, "choose_driver", lambda device: emulated.driver(None) if device == "cuda" else real(device)
+    )
+    monkeypatch.setattr("cdlrm.embedding.choose_driver", placement.choose_driver)
+    monkeypatch.setattr(Setup, "torch_device", property(lambda setup: device_workload.torch.device("cpu")))
+    monkeypatch.setattr(device_check, "circumstances", lambda device, scale: {"cores": 2})
+    report = device_check.run_part(part, "cuda", "small", None, None, LONG)
+    assert emulated.made >= 3
+    if part == "a":
+        runs = 2 * len(device_exact.cases(full=False))
+        assert [line["value"] for line in figures(report, "bit-equal to the CPU")] == [runs]
+        assert [line["value"] for line in figures(report, "bit-equal repeats")] == [5]
+    if part == "e":
+        assert figures(report, "launches a step, cached")[0]["value"] > 0
+    assert all(line.get("met") is None for line in report.lines)
+
+
+@needs_compiler
+@pytest.mark.limit(600)
 def test_parts_c_and_d_run_on_the_emulated_device() -> None:
     from tests.emulator.backend import EmulatedBackend
 
