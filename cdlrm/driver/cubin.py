@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CompileError
+from .sources import OPTIONS
 
 log = logging.getLogger("cdlrm")
-
-OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-"""Rule 9: no contraction, subnormal numbers kept, division and square root correctly rounded."""
 
 
 class Code(NamedTuple):

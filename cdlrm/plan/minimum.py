@@ -21,8 +21,11 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
+from ..driver.intrinsics import prefetch_read as prefetch
+
 # columns of `regs`: m of the newest run; first batch of the oldest run; oldest batch that is held
 NEWEST, OLDEST, HELD = 0, 1, 2
+AHEAD = 24
 
 _jit = nb.njit(nogil=True, cache=True, error_model="numpy")
 
@@ -81,21 +84,26 @@ def _add(rows, batch, capacities, depths, last_use, users, free_from, parent, de
     mask = parent.shape[1] - 1
     deepest = depths.max()
     umask = users.size - 1
+    before = np.empty(rows.size, np.int64)  # batch of each row's use before, -1: none
     for i in range(rows.size):
+        if i + AHEAD < rows.size:
+            prefetch(last_use, rows[i + AHEAD])
         p = np.int64(last_use[rows[i]]) - 1
+        before[i] = p
         last_use[rows[i]] = batch + 1
-        if p < 0:
-            for q in range(depths.size):
-                fills[q] += 1
-            continue
-        if p >= batch - deepest - 1:
+        if p >= 0 and p >= batch - deepest - 1:
             users[p & umask] -= 1
-        for q in range(depths.size):
-            if p >= regs[q, HELD]:
-                continue  # held all the time: a hit
-            lo = free_from[q, p & mask] if batch - p <= mask else np.int64(-1)
-            if lo < batch and not _take(parent[q], delta[q], regs[q], lo):
-                fills[q] += 1
+    for q in range(depths.size):
+        mine, room, reg, frees = parent[q], delta[q], regs[q], free_from[q]
+        held = reg[HELD]
+        missed = 0
+        for p in before:
+            if p < 0:
+                missed += 1
+            elif p < held:  # else it was held all the time: a hit
+                lo = frees[p & mask] if batch - p <= mask else np.int64(-1)
+                missed += lo < batch and not _take(mine, room, reg, lo)
+        fills[q] += missed
     users[batch & umask] = rows.size
     for q in range(depths.size):
         capacity = capacities[q]
