@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cdlrm.sizing.calibrate as calibrate_module
+import cdlrm.sizing.measure as measure_module
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.errors import ConfigError, DataError
@@ -51,6 +52,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """This machine, measured briefly: enough to see that everything works, not to believe the figures."""
     patch = pytest.MonkeyPatch()
     cases = tuple(dataclasses.replace(case, batch_size=64) for case in calibrate_module.CASES[:4])
+    smaller = {"TABLE_ROWS": 500, "TABLE_BYTES": 4 << 20, "WARM_STEPS": 4, "ROUND_STEPS": 3, "WHOLE_STEPS": 3,
+               "WHOLE_BATCHES": 8}  # fmt: skip
+    for name, value in smaller.items():
+        patch.setattr(measure_module, name, value)
     patch.setattr(calibrate_module, "CASES", (*cases, Case(64, 16, "adagrad", 1.0, 0.1), Case(64, 8, "sgd", 1.0, 1.0)))
     patch.setattr(calibrate_module, "WHOLE_CASES", (Case(64, 16, "sgd", 1.0, 0.1),))
     patch.setattr(calibrate_module, "DENSE_CASES", ((64, 26, 16, (32,), (32, 1)), (256, 26, 16, (32,), (32, 1))))
@@ -198,10 +203,10 @@ def ask(profile: Profile, ids: Ids | None = None) -> Question:
 
 def test_the_smallest_hiding_cache_lies_between_one_that_waits_and_one_that_does_not() -> None:
     slow = dataclasses.replace(
-        GPU, link_to_device_gb_per_s=0.05, link_to_host_gb_per_s=0.05, launch_us=1.0, planner_lookups_per_s=1e9
+        GPU, link_to_device_gb_per_s=0.2, link_to_host_gb_per_s=0.2, launch_us=1.0, planner_lookups_per_s=1e9
     )
     question = ask(slow)
-    given = answer(question, [300, 600, 1200, 2400])
+    given = answer(question, [300, 600, 1200, 3900])
     hidden = [row.hidden for row in given.rows]
     assert hidden == sorted(hidden) and not hidden[0] and hidden[-1]
     assert given.hiding is not None and given.hiding.hidden

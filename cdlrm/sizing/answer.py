@@ -166,7 +166,8 @@ def _choose(rows: Sequence[Row], hiding: Row | None) -> Row | None:
         return None
     least = min(row.prediction.step_seconds for row in fitting)
     good = [row for row in fitting if row.prediction.step_seconds <= HIDDEN * least]
-    return min(good, key=lambda row: row.traffic.cache_rows)
+    resident = [row for row in good if row.traffic.resident]  # nothing moves, nothing can go wrong
+    return resident[0] if resident else min(good, key=lambda row: row.traffic.cache_rows)
 
 
 def advise(question: Question, rows: Sequence[Row], hiding: Row | None, chosen: Row | None) -> str:

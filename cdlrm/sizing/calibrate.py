@@ -75,7 +75,7 @@ WHOLE_CASES = (
 )
 
 
-def calibrate(tell: Tell = lambda share: None, seconds: float = 30.0) -> Profile:
+def calibrate(tell: Tell = lambda share: None, seconds: float = 25.0) -> Profile:
     """The profile of this machine.  `seconds` bounds the part that is repeated; about 20 more are spent once."""
     memory = Memory()
     tell(0.02)
@@ -93,7 +93,7 @@ def calibrate(tell: Tell = lambda share: None, seconds: float = 30.0) -> Profile
             for each in measured:
                 each.measure()
             rounds += 1
-            tell(0.42 + 0.58 * min((time.perf_counter() - started) / seconds, 1.0))
+            tell(0.42 + 0.58 * min((time.perf_counter() - started) / max(seconds, 1e-9), 1.0))
     finally:
         for each in measured:
             each.close()
