@@ -52,7 +52,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """This machine, measured briefly: enough to see that everything works, not to believe the figures."""
     patch = pytest.MonkeyPatch()
     cases = tuple(dataclasses.replace(case, batch_size=64) for case in calibrate_module.CASES[:4])
-    smaller = {"TABLE_ROWS": 500, "TABLE_BYTES": 4 << 20, "WARM_STEPS": 4, "ROUND_STEPS": 3, "WHOLE_STEPS": 3,
+    smaller = {"TABLE_ROWS": 500, "TABLE_BYTES": 4 << 20, "WARM_STEPS": 4, "ROUND_STEPS": 3, "WHOLE_STEPS": 2,
                "WHOLE_BATCHES": 8}  # fmt: skip
     for name, value in smaller.items():
         patch.setattr(measure_module, name, value)

@@ -25,8 +25,8 @@ from .work import Moves, Shape
 RECORD_BYTES = (32, 64, 128, 256, 512, 1024)
 TABLE_BYTES = 256 << 20  # beyond the processor's caches
 TABLES, TABLE_ROWS = 26, 40_000
-WARM_STEPS, ROUND_STEPS = 24, 12
-WHOLE_STEPS, WHOLE_BATCHES = 8, 64
+WARM_STEPS, ROUND_STEPS = 24, 8
+WHOLE_BLOCKS, WHOLE_STEPS, WHOLE_BATCHES = 3, 6, 64
 REST_SECONDS = 0.1  # until nobody's threads work in another's time
 
 
@@ -269,10 +269,11 @@ class Whole:
         time.sleep(REST_SECONDS)
         for _ in range(2):  # these profit from the rest
             self._step()
-        started = time.perf_counter()
-        for _ in range(WHOLE_STEPS):
-            self._step()
-        self.blocks.append((time.perf_counter() - started) / WHOLE_STEPS)
+        for _ in range(WHOLE_BLOCKS):
+            started = time.perf_counter()
+            for _ in range(WHOLE_STEPS):
+                self._step()
+            self.blocks.append((time.perf_counter() - started) / WHOLE_STEPS)
         time.sleep(REST_SECONDS)
 
     def _step(self) -> None:
