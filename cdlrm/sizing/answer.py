@@ -192,9 +192,11 @@ def advise(question: Question, rows: Sequence[Row], hiding: Row | None, chosen: 
 
 def _does_not_fit(profile: Profile, least: Row) -> str:
     if not least.fits_host:
-        needs = f"{size(least.host_bytes)} of host memory, and {profile.name} has {size(profile.host_memory_bytes)}"
+        have = f"{size(profile.host_memory_bytes)}, of which {USABLE:.0%} is taken as usable"
+        needs = f"{size(least.host_bytes)} of host memory, and there are {have}"
         return f"It does not fit: the tables need {needs}; keep them in a file (--store file:DIR) or use a smaller dim."
-    needs = f"{size(least.device_bytes)}, and {profile.name} has {size(profile.device_memory_bytes)}"
+    have = f"{size(profile.device_memory_bytes)}, of which {USABLE:.0%} is taken as usable"
+    needs = f"{size(least.device_bytes)}, and {profile.name} has {have}"
     return f"It does not fit: the smallest cache asked for needs {needs}; use smaller caches, batches or a smaller dim."
 
 
