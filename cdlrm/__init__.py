@@ -23,7 +23,8 @@ Where things are, in the order in which a batch meets them (words: README and th
     placement, table            which tables form a group, and where they live
     checkpoint*                 `save`, `load`, `load_tables`
     model, train, metrics, report, resuming, scoring, memory_plan, advice      the command line's work
-    cli, config, simulate/, sweep/                                             the command line
+    cli, arguments, config, simulate/, sweep/                                  the command line
+    sizing/                     `cdlrm plan`, `cdlrm calibrate`: a model of the machine, and its advice
 """
 
 from __future__ import annotations
