@@ -69,7 +69,7 @@ class Contestant:
     def _fill_cache(self) -> None:
         """Look uniform ids up, with a gradient of zero, until every slot holds a row and the first is evicted."""
         settings: dict[str, Any] = {"cardinalities": KAGGLE, "exponents": 0.0, "missing": 0.0, "seed": 9}
-        for batch in SyntheticSource(batch_size=16384, num_batches=256, **settings):
+        for batch in SyntheticSource(batch_size=BATCH, num_batches=2048, **settings):
             (self.tables(batch) * 0.0).sum().backward()
             if self.tables.stats()["evicts"] > 0:
                 return

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from planning import machine
-from policies import SAMPLES, TIMES, Made
-from rules import (
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `cdlrm train` does, and before torch is loaded
+
+import numpy as np  # noqa: E402
+from planning import machine  # noqa: E402
+from policies import SAMPLES, TIMES, Made  # noqa: E402
+from rules import (  # noqa: E402
     bagpipe,
     cdlrm_window,
     colossal_lfu,
@@ -37,10 +40,10 @@ from rules import (
     sieve,
     wtinylfu,
 )
-from rules.base import Moved, Uses
+from rules.base import Moved, Uses  # noqa: E402
 
-from cdlrm.config import TrainConfig
-from cdlrm.simulate.trace import SourceTrace
+from cdlrm.config import TrainConfig  # noqa: E402
+from cdlrm.simulate.trace import SourceTrace  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "rivals.jsonl"
