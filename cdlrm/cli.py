@@ -1,4 +1,4 @@
-"""The command line: `cdlrm train`, `eval`, `predict` and `info`.
+"""The command line: `cdlrm train`, `eval`, `predict` and `info`; the other commands register themselves.
 
 Exit codes: 0 done, 1 an error of the data or the run, 2 a flag or setting that cannot be right,
 130 interrupted.  Errors are one sentence on standard error; `--debug` shows the traceback too.
@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import GROUPS, TrainConfig, flag_of, suggestion
+from .arguments import add_settings, check_file
+from .config import GROUPS, TrainConfig, suggestion
 from .convert_cli import add_convert
 from .errors import CdlrmError, ConfigError, DataError
 from .simulate.command import add_simulate
+from .sizing.command import add_calibrate, add_plan
 from .sweep.command import add_sweep
 
 TRAIN_ABOUT = """\
@@ -95,6 +97,8 @@ def build_parser() -> Parser:
     add_convert(commands)
     add_simulate(commands)
     add_sweep(commands)
+    add_plan(commands)
+    add_calibrate(commands)
     _add_score(
         commands, "eval", "metrics of a checkpoint on new files", run_eval,
         "cdlrm eval --checkpoint run --data day_2.tsv --json metrics.json",
@@ -120,7 +124,7 @@ def _add_train(commands: Any) -> None:
     )
     train.set_defaults(command=run_train, parser=train)
     groups = {name: train.add_argument_group(*title.partition(": ")[::2]) for name, title in GROUPS.items()}
-    _add_settings(TrainConfig, groups)
+    add_settings(groups, dataclasses.fields(TrainConfig))
     output = groups["output"]
     output.add_argument("--config", metavar="FILE", help="settings in YAML, by the flags' names; flags win over it")
     output.add_argument("--print-config", action="store_true", help="print all settings as YAML, and stop")
@@ -138,27 +142,9 @@ def _add_score(commands: Any, name: str, about: str, command: Any, example: str)
     )  # fmt: skip
     parser.set_defaults(command=command, parser=parser)
     groups = {key: parser.add_argument_group(title) for key, title in SCORE_GROUPS.items()}
-    _add_settings(ScoreConfig, groups)
+    add_settings(groups, dataclasses.fields(ScoreConfig))
     groups["output"].add_argument("--debug", action="store_true", help="show the traceback of an error")
     return groups["output"]
-
-
-def _add_settings(settings: Any, groups: dict[str, Any]) -> None:
-    """A flag for every field of a dataclass of settings."""
-    for field in dataclasses.fields(settings):
-        about = field.metadata
-        text = about["help"].replace("%", "%%")
-        if field.default is not None and about["kind"] is not bool:
-            text += f" (default: {field.default})"
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-        if about["kind"] is bool:
-            options["action"] = argparse.BooleanOptionalAction
-            options["help"] += f" (default: {'yes' if field.default else 'no'})"
-        else:
-            choices = "|".join(about["choices"])
-            options["metavar"] = about["metavar"] or choices or ("N" if about["kind"] is int else "X")
-            options["nargs"] = "+" if about["many"] else None
-        groups[about["group"]].add_argument(flag_of(field.name), *about["aliases"], **options)
 
 
 def run_train(found: argparse.Namespace) -> int:
@@ -168,8 +154,7 @@ def run_train(found: argparse.Namespace) -> int:
 
         sys.stdout.write(yaml.safe_dump(config.to_mapping(), sort_keys=False))
         return 0
-    if config.json is not None:
-        _check_writable(Path(config.json))
+    check_file("--json", config.json)
     _quiet_openmp()
     if found.dry_run:
         return _dry_run(config)
@@ -197,8 +182,7 @@ def _dry_run(config: TrainConfig) -> int:
 def run_eval(found: argparse.Namespace) -> int:
     _quiet_openmp()
     config, file = _score_config(found), vars(found).get("json")
-    if file is not None:
-        _check_writable(Path(file))
+    check_file("--json", file)
     from .progress import Listener, ProgressBar
     from .report import jsonable
     from .scoring import evaluate, render_evaluation
@@ -241,14 +225,6 @@ def _write_json(file: str, value: Any) -> None:
         Path(file).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"--json {file}: cannot be written ({error.strerror}).") from error
-
-
-def _check_writable(file: Path) -> None:
-    """Before hours of training, not after."""
-    if file.is_dir():
-        raise ConfigError(f"--json {file}: is a folder; name a file in it.")
-    if not file.resolve().parent.is_dir():
-        raise ConfigError(f"--json {file}: its folder does not exist; create it first.")
 
 
 def _config(found: argparse.Namespace) -> TrainConfig:

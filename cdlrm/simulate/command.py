@@ -7,10 +7,11 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import add_common, add_settings, check_file, number_list, settings_of, whole
 from ..config import TrainConfig, flag_of
 from ..errors import ConfigError
 
@@ -48,36 +49,16 @@ GRID_FLAGS: dict[str, tuple[type, str]] = {
 
 def trace_fields() -> list[dataclasses.Field[Any]]:
     """Settings of `cdlrm train` that say what is looked up."""
-    fields = dataclasses.fields(TrainConfig)
-    return [f for f in fields if f.metadata["group"] in ("data", "synthetic") or f.name in TRACE_FIELDS]
+    return settings_of(lambda f: f.metadata["group"] in ("data", "synthetic") or f.name in TRACE_FIELDS)
 
 
-def add_settings(group: Any, fields: Iterable[dataclasses.Field[Any]]) -> None:
-    """Flags of `cdlrm train`, under their names there; values are checked by `TrainConfig`."""
-    for field in fields:
-        about = field.metadata
-        text = about["help"].replace("%", "%%")
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-        if about["kind"] is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = about["metavar"] or "|".join(about["choices"]) or "N"
-            options["nargs"] = "+" if about["many"] else None
-            if field.default is not None:
-                options["help"] += f" (default: {field.default})"
-        group.add_argument(flag_of(field.name), *about["aliases"], **options)
-
-
-def number_list(flag: str, kind: type, words: list[str]) -> list[Any]:
-    """The values of a grid flag; raises ConfigError naming the one that is wrong."""
-    values: list[Any] = []
-    for word in words:
-        try:
-            values.append(kind(word))
-        except ValueError:
-            expected = {int: "a whole number", float: "a number"}[kind]
-            raise ConfigError(f"{flag} {word}: expected {expected}.") from None
-    return values
+def add_trace(data: Any) -> None:
+    data.add_argument(
+        "--trace", metavar="FILE", default=None,
+        help="a recorded trace instead of data: Parquet with one record a batch, column rows (list<int64>: the rows "
+        "looked up, of all tables laid one after another), file metadata cdlrm.table_rows (JSON); or .npz with rows, "
+        "starts and table_rows",
+    )  # fmt: skip
 
 
 def add_simulate(commands: Any) -> None:
@@ -104,43 +85,13 @@ def add_simulate(commands: Any) -> None:
         help="also propose tables to keep resident, and count the fills with them in a second pass",
     )  # fmt: skip
     data = parser.add_argument_group("Data", "as for `cdlrm train`, or a recorded trace")
-    data.add_argument(
-        "--trace", metavar="FILE", default=None,
-        help="a recorded trace instead of data: Parquet with one record a batch, column rows (list<int64>: the rows "
-        "looked up, of all tables laid one after another), file metadata cdlrm.table_rows (JSON); or .npz with rows, "
-        "starts and table_rows",
-    )  # fmt: skip
+    add_trace(data)
     data.add_argument("--record", metavar="FILE", default=None, help="write the trace that is read, as .parquet")
     add_settings(data, trace_fields())
     output = parser.add_argument_group("Output")
     output.add_argument("--out", metavar="FILE", default=None, help="one JSON line a configuration")
     output.add_argument("--figure", metavar="FILE", default=None, help="fills against cache size, .png or .svg")
-    output.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, default=True, help="the progress bar (default: yes)"
-    )
-    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-
-def whole(flag: str, word: str | None, low: int) -> int | None:
-    if word is None:
-        return None
-    value = number_list(flag, int, [word])[0]
-    if value < low:
-        raise ConfigError(f"{flag} {value}: must be at least {low}.")
-    return int(value)
-
-
-def check_file(flag: str, file: str | None, endings: tuple[str, ...] = ()) -> None:
-    """Before the work, not after it: the folder exists and the ending is one that can be written."""
-    if file is None:
-        return
-    path = Path(file)
-    if path.is_dir():
-        raise ConfigError(f"{flag} {file}: is a folder; name a file in it.")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{flag} {file}: its folder does not exist; create it first.")
-    if endings and path.suffix not in endings:
-        raise ConfigError(f"{flag} {file}: expected a name that ends in {' or '.join(endings)}.")
+    add_common(output)
 
 
 def run_simulate(found: argparse.Namespace) -> int:
@@ -185,17 +136,24 @@ def run_simulate(found: argparse.Namespace) -> int:
     return 130 if simulation.summary["interrupted"] else 0
 
 
-def open_trace(found: argparse.Namespace) -> tuple[TrainConfig, Trace]:
-    """The settings that were given, and the trace that they describe."""
+def open_trace(
+    found: argparse.Namespace,
+    fields: Sequence[dataclasses.Field[Any]] | None = None,
+    besides_trace: Sequence[str] = RECORD_FIELDS,
+) -> tuple[TrainConfig, Trace]:
+    """The settings that were given, of `fields`, and the trace that they describe.
+
+    `besides_trace`: those that may be given together with a recorded trace.
+    """
     from .trace import FileTrace, SourceTrace
 
-    given = {f.name: getattr(found, f.name) for f in trace_fields() if hasattr(found, f.name)}
+    given = {f.name: getattr(found, f.name) for f in fields or trace_fields() if hasattr(found, f.name)}
     if found.trace is None:
         config = TrainConfig.from_mapping(given)
         return config, SourceTrace(config)
     table_rows = given.pop("table_rows", None)
     for name in given:
-        if name not in RECORD_FIELDS:
+        if name not in besides_trace:
             raise ConfigError(f"--trace with {flag_of(name)}: the trace says what is looked up; leave one of them out.")
     return TrainConfig.from_mapping(given), FileTrace(found.trace, table_rows)
 
@@ -203,10 +161,10 @@ def open_trace(found: argparse.Namespace) -> tuple[TrainConfig, Trace]:
 class Bar:
     """Batches done and time left, on standard error."""
 
-    def __init__(self, total: int | None, shown: bool) -> None:
+    def __init__(self, total: int | None, shown: bool, name: str = "simulate", unit: str = " batches") -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total, desc="simulate", unit=" batches", file=sys.stderr, disable=not shown, ncols=100)
+        self._bar = tqdm(total=total, desc=name, unit=unit, file=sys.stderr, disable=not shown, ncols=100)
         self.update: Callable[[int], Any] = self._bar.update
 
     def __enter__(self) -> Bar:

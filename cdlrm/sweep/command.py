@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import TrainConfig, flag_of
+from ..arguments import add_common, add_settings, check_file, number_list, settings_of, whole
+from ..config import flag_of
 from ..errors import ConfigError
-from ..simulate.command import add_settings, check_file, number_list, whole
 from .points import SWEPT, TIED, make_points, read_lines
 
 ABOUT = """\
@@ -39,11 +39,8 @@ OTHERS = {"cache_rows", "cache_ratio", "store", "test_data", "test_mini_batch_si
 
 def other_fields() -> list[dataclasses.Field[Any]]:
     """Settings of `cdlrm train` that are the same for all runs."""
-    return [
-        f
-        for f in dataclasses.fields(TrainConfig)
-        if f.name not in OTHERS | set(GRID) and f.metadata["group"] not in ("checkpoint", "output")
-    ]
+    others = OTHERS | set(GRID)
+    return settings_of(lambda f: f.name not in others and f.metadata["group"] not in ("checkpoint", "output"))
 
 
 def add_sweep(commands: Any) -> None:
@@ -68,10 +65,7 @@ def add_sweep(commands: Any) -> None:
     )
     output.add_argument("--figures", metavar="DIR", default=None, help="draw the figures into this folder")
     output.add_argument("--figure-format", metavar="png|svg", default="png", help="(default: png)")
-    output.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, default=True, help="the progress bar (default: yes)"
-    )
-    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_common(output)
     add_settings(parser.add_argument_group("Every run", "as for `cdlrm train`"), other_fields())
 
 
