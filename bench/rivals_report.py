@@ -61,10 +61,10 @@ def rows_table(lines: list[Line]) -> str:
 
 def steps_table(lines: list[Line]) -> str:
     names = list(lines[0]["steps"])
-    out = ["| cache | " + " | ".join(f"{n}: ms (rows in a step)" for n in names) + " |"]
+    out = ["| cache | " + " | ".join(f"{n}: CPU ms / least wall ms (rows in)" for n in names) + " |"]
     out.append("|" + " --- |" * (len(names) + 1))
     for line in lines:
-        cells = [f"{s['min_ms']:.1f} ({s['fills_per_step']:,.0f})" for s in line["steps"].values()]
+        cells = [f"{s['cpu_ms']:.1f} / {s['min_ms']:.1f} ({s['fills_per_step']:,.0f})" for s in line["steps"].values()]
         out.append(f"| {line['times_distinct']}x | " + " | ".join(cells) + " |")
     return "\n".join(out)
 
@@ -91,7 +91,7 @@ def plot(lines: list[Line], file: Path) -> None:
         axes.set_xticks([2, 4, 8, 16], ["2x", "4x", "8x", "16x"])
         axes.grid(alpha=0.3)
     every[0].set_ylabel("rows filled / MIN(0)")
-    figure.supxlabel("cache, in distinct rows of a batch", fontsize=9)
+    every[len(every) // 2].set_xlabel("cache, in distinct rows of a batch")
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     figure.savefig(file, metadata={"Date": None})
     plt.close(figure)
@@ -106,7 +106,8 @@ def write(results: Path, folder: Path) -> None:
         rows_table(lines), "", "![rows filled over MIN(0)](rivals.svg)", "",
     ]  # fmt: skip
     if steps:
-        section += [f"Step times ({steps[0]['cpu']}, least of {steps[0]['rounds'] - 1} rounds in turns):", "",
+        section += [f"A training step ({steps[0]['cpu']}, {steps[0]['rounds'] - 1} rounds in turns, load average "
+                    f"{steps[0]['load_average']}):", "",
                     steps_table(steps), ""]  # fmt: skip
     file = folder / "README.md"
     text = file.read_text()

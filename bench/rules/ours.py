@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 from cdlrm.plan import Planner
-from cdlrm.runtime import BATCHES_PER_SHARE, LARGEST_HORIZON
 
 from .base import Moved, Uses
 
+BATCHES_PER_SHARE, LARGEST_HORIZON = 12, 512
+
 
 def auto_horizon(uses: Uses, slots: int) -> int:
-    """What `lookahead(horizon="auto")` takes: by the first batch."""
+    """What `lookahead(horizon="auto")` begins with: 12 batches for each time that the cache holds the first one."""
     return min(LARGEST_HORIZON, max(1, math.ceil(BATCHES_PER_SHARE * slots / uses.batches[0].size)))
 
 
