@@ -132,8 +132,10 @@ def everything_resident(ids: Ids) -> Traffic:
 
 
 def run_planner(ids: Ids, cache_rows: int, horizon: int | str, depth: int) -> Traffic:
-    """Plans of all batches, with the horizon that "auto" would choose for them if that is asked for.  What counts begins when the cache is full, but not in the trace's first half, and at the
-    latest with its last quarter."""
+    """Plans of all batches, with the horizon that "auto" would choose for them if that is asked for.
+
+    What counts begins when the cache is full, but not in the trace's first half, and at the latest with its last
+    quarter."""
     planner = Planner(max(ids.rows_used, 1), cache_rows, depth)
     fills, written = np.zeros(ids.batches, np.int64), np.zeros(ids.batches, np.int64)
     if isinstance(horizon, str):
