@@ -251,7 +251,7 @@ def in_flags(sentence: str) -> str:
         sentence = re.sub(rf"(?<![-\w/.]){name} \({flag}\)", flag, sentence)
         sentence = re.sub(rf"(?<![-\w/.]){name}=(?!True|False)(?:'([^']*)'|([\w.+-]*\w))", rf"{flag} \1\2", sentence)
         if "_" in field.name:  # others are words
-            sentence = re.sub(rf"(?<![-\w/.]){name}(?![\w/.=-])", flag, sentence)
+            sentence = re.sub(rf"(?<![-\w/.]){name}(?![\w/.=?-])", flag, sentence)
     return sentence
 
 
