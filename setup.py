@@ -47,9 +47,12 @@ setup(
             # CUDA's compilers, as in the cuda extras: kernels are compiled in the tests, without a GPU.
             "nvidia-cuda-nvrtc>=13,<14; sys_platform == 'linux'",
             "nvidia-cuda-nvrtc-cu12>=12.8,<13; sys_platform == 'linux'",
+            "nbclient>=0.10",
+            "nbformat>=5.10",
+            "ipykernel>=6.29",
         ],
         "plot": ["matplotlib>=3.8"],
-        "notebook": ["matplotlib>=3.8", "notebook>=7", "nbclient>=0.10"],
+        "notebook": ["matplotlib>=3.8", "notebook>=7", "nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],
         "torchrec": ["torchrec>=1.0"],
     },
     classifiers=[

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 import cdlrm  # noqa: E402
+from cdlrm.ahead import DEFAULT_HORIZON  # noqa: E402
 from cdlrm.data import Batch  # noqa: E402
 from cdlrm.data.synthetic import SyntheticSource  # noqa: E402
 from cdlrm.model import DLRM  # noqa: E402
@@ -49,7 +50,9 @@ BOUND = 1.25
 class Contestant:
     """A model of its own with its own stream over the same batches."""
 
-    def __init__(self, batches: list[Batch], *, cache_ratio: float, ahead: bool) -> None:
+    def __init__(
+        self, batches: list[Batch], *, cache_ratio: float, ahead: bool, horizon: int | str = DEFAULT_HORIZON
+    ) -> None:
         tables = [cdlrm.Table(f"c{c + 1}", rows, DIM) for c, rows in enumerate(KAGGLE)]
         self.tables = cdlrm.EmbeddingBagCollection(tables, optimizer=cdlrm.SGD(lr=LR), cache_ratio=cache_ratio)
         self.model = DLRM(self.tables, features=26, dim=DIM, mlp_bot=[13, 512, 256, 64, DIM], mlp_top=[512, 256, 1])
@@ -59,12 +62,14 @@ class Contestant:
         if cache_ratio < 1:
             self._fill_cache()
         self._before = self.tables.stats()
-        self._stream: Iterator[Batch] = cdlrm.lookahead(self.model, batches) if ahead else iter(batches)
+        self._stream: Iterator[Batch] = (
+            cdlrm.lookahead(self.model, batches, horizon=horizon) if ahead else iter(batches)
+        )
 
     def _fill_cache(self) -> None:
         """Look uniform ids up, with a gradient of zero, until every slot holds a row and the first is evicted."""
         settings: dict[str, Any] = {"cardinalities": KAGGLE, "exponents": 0.0, "missing": 0.0, "seed": 9}
-        for batch in SyntheticSource(batch_size=16384, num_batches=256, **settings):
+        for batch in SyntheticSource(batch_size=BATCH, num_batches=2048, **settings):
             (self.tables(batch) * 0.0).sum().backward()
             if self.tables.stats()["evicts"] > 0:
                 return

@@ -255,8 +255,8 @@ def in_flags(sentence: str) -> str:
         flag, name = flag_of(field.name), re.escape(field.name)
         sentence = re.sub(rf"(?<![-\w/.]){name} \({flag}\)", flag, sentence)
         sentence = re.sub(rf"(?<![-\w/.]){name}=(?!True|False)(?:'([^']*)'|([\w.+-]*\w))", rf"{flag} \1\2", sentence)
-        if "_" in field.name:  # others are words
-            sentence = re.sub(rf"(?<![-\w/.]){name}(?![\w/.=-])", flag, sentence)
+        if "_" in field.name:  # others are words; "did you mean x?" is about a name in a file
+            sentence = re.sub(rf"(?<![-\w/.]){name}(?![\w/.=?-])", flag, sentence)
     return sentence
 
 

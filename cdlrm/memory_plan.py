@@ -27,7 +27,7 @@ from . import report as reporting
 from .config import TrainConfig
 from .data import Batch, Source
 from .datasets import Datasets, open_datasets
-from .horizon import horizon_for
+from .horizon import LEAST_HORIZON, horizon_for
 from .plan.planner import shards_for
 from .store import bits
 from .train import TABLE_OPTIMIZERS, Trainer
@@ -82,8 +82,8 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     data = open_datasets(config, notes)
     layout = _layout(config, data.table_rows)
     small = _layout(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
+    rehearsal = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout)), data, small)
     use = count(open_datasets(config, []).train, data.table_rows)
-    rehearsal = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout, use)), data, small)
     everything = dataclasses.replace(use, trained=np.full(-(-layout.total_rows // 8), 255, np.uint8))
     parts = _parts(config, layout, use)
     parts["data, MLPs and libraries"] = max(rehearsal - sum(_full(config, small).values()), 0)
@@ -153,11 +153,15 @@ class _Cut:
             yield batch
 
 
-def _horizon(config: TrainConfig, layout: Layout, use: Use) -> int:
-    """As `cdlrm.horizon` decides."""
+def _horizon(config: TrainConfig, layout: Layout) -> int:
+    """As `cdlrm.horizon` decides by the first batch."""
     if isinstance(config.horizon, int):
         return config.horizon
-    return 0 if layout.resident else horizon_for(layout.slots, use.largest)
+    if layout.resident:
+        return LEAST_HORIZON
+    for batch in open_datasets(config, []).train:
+        return horizon_for(layout.slots, sum(int(jagged.values.unique().numel()) for jagged in batch.sparse.values()))
+    return LEAST_HORIZON
 
 
 def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> int:

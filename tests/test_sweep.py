@@ -14,7 +14,7 @@ import pytest
 
 import cdlrm.sweep.run as run_module
 from cdlrm.cli import main
-from cdlrm.sweep.figures import MEASURES
+from cdlrm.sweep.figures import MEASURES, SHAPE_MEASURES, shape_curves
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ["--arch-mlp-top", "8-1", "--synthetic-rows", "3000-500-7-10000-2", "--no-progress"]
@@ -166,7 +166,25 @@ def test_figures_of_several_shapes(tmp_path: Path) -> None:
     assert main([*RUN, *flags, "--out", str(tmp_path / "s.jsonl")]) == 0
     names = {file.name for file in (tmp_path / "f").iterdir()}
     measures = ("fills", "fills_over_min", "memory")
-    assert names == {f"{name}_batch256_dim{dim}.png" for name in measures for dim in (4, 16)}
+    expected = {f"{name}_batch256_dim{dim}.png" for name in measures for dim in (4, 16)}
+    assert names == expected | {"fills_a_sample_by_dim.png", "memory_by_dim.png"}
+
+
+def test_curves_over_batch_size_and_dim() -> None:
+    made = {"cache_rows": 100, "cache_ratio": 0.1, "horizon": 8, "prefetch_depth": 1, "depth_is_horizon": False}
+    lines = [
+        {**made, "batch_size": batch, "dim": dim, "batches": 10, "fills": fills, "cache_bytes": 2**20 * dim}
+        for batch, dim, fills in [(64, 4, 1280), (64, 4, 1920), (128, 4, 1280), (64, 8, 640)]
+    ]
+    by_name = {measure.name: measure for measure in SHAPE_MEASURES}
+    found = shape_curves(by_name["fills_a_sample"], "batch_size", lines)
+    assert found == {
+        ("cache 10.0%, horizon 8, depth 1", 4): {64: 2.0, 128: 1.0},
+        ("cache 10.0%, horizon 8, depth 1", 8): {64: 1.0},
+    }
+    found = shape_curves(by_name["memory"], "dim", lines)
+    assert found["cache 10.0%, horizon 8, depth 1", 64] == {4: 4.0, 8: 8.0}
+    assert shape_curves(by_name["samples_per_second"], "dim", lines) == {}
 
 
 BAD = {
@@ -199,3 +217,65 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--help"]) == 0
     out = capsys.readouterr().out
     assert "examples:" in out and "--prefetch-depth 1 horizon" in out and "--arch-mlp-top" in out
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, bool], dict]:
+    """(cache rows, horizon, one parameter for both) -> line of a simulated sweep; about 730 distinct rows a batch."""
+    out = tmp_path_factory.mktemp("findings") / "s.jsonl"
+    data = ["--synthetic-rows", "3000-500-7-10000-2-40000", "--mini-batch-size", "256", "--num-batches", "200"]
+    grid = ["--cache-rows", "1500", "3000", "6000", "--horizon", "1", "8", "16", "32", "64", "--prefetch-depth", "1"]
+    assert main(["sweep", "--simulate", "--no-progress", *data, *grid, "horizon", "--out", str(out)]) == 0
+    return {(x["asked_cache_rows"], x["horizon"], x["depth_is_horizon"]): x for x in lines_of(out)}
+
+
+def fills_by_horizon(findings: dict[tuple[int, int, bool], dict], cache: int, tied: bool) -> list[int]:
+    return [findings[cache, horizon, tied]["fills"] for horizon in (1, 8, 16, 32, 64)]
+
+
+def test_finding_1_rows_moved_fall_with_the_window_where_the_cache_is_large_enough(findings: dict) -> None:
+    """Balasubramanian et al., RecSys 2021: the caching overhead falls with the window.  Here: rows moved, by counts."""
+    for cache in (1500, 3000, 6000):
+        fills = fills_by_horizon(findings, cache, tied=False)
+        assert fills == sorted(fills, reverse=True)
+    large = fills_by_horizon(findings, 6000, tied=False)
+    assert large[-1] < 0.75 * large[0] and len(set(large)) == 5  # every doubling still helps
+    small = fills_by_horizon(findings, 1500, tied=False)
+    assert small[-1] == small[2] == findings[1500, 64, False]["mind_fills"]  # 16 batches are all that it can use
+
+
+def test_finding_2_cache_and_window_trade_off(findings: dict) -> None:
+    """Half the cache with a longer window moves fewer rows than the whole one with a short window."""
+    assert findings[3000, 32, False]["fills"] < findings[6000, 8, False]["fills"]
+    assert findings[1500, 16, False]["fills"] < findings[3000, 1, False]["fills"]
+
+
+def test_finding_3_one_parameter_for_both_overflows_the_cache_and_two_do_not(findings: dict) -> None:
+    """With depth = horizon, rows not needed yet push out rows that are: past some window, a longer one moves more."""
+    tied, apart = fills_by_horizon(findings, 6000, tied=True), fills_by_horizon(findings, 6000, tied=False)
+    assert tied[3] > 1.05 * tied[2]  # 32 batches are too many for 6,000 rows ...
+    assert apart[3] < 0.95 * apart[2]  # ... as long as all of them are copied ahead
+    assert tied[:3] == apart[:3]  # while they fit, it is the same
+    for cache in (1500, 3000, 6000):
+        tied, apart = fills_by_horizon(findings, cache, tied=True), fills_by_horizon(findings, cache, tied=False)
+        assert all(a <= b for a, b in zip(apart, tied, strict=True))
+        assert min(apart) < 0.9 * min(tied)  # the best window of two parameters beats the best of one
+        assert findings[cache, 64, False]["fills"] < 1.06 * findings[cache, 64, False]["mind_fills"]
+
+
+def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
+    """SIGKILL in the middle: whole lines stay, the same command runs the others only."""
+    out = tmp_path / "s.jsonl"
+    horizons = [str(h) for h in range(1, 7)]
+    argv = [*RUN, "--num-batches", "60", "--horizon", *horizons, "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", "cdlrm", *argv], env=environment, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not (out.exists() and out.stat().st_size) and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.02)
+    process.kill()
+    process.wait(timeout=60)
+    kept = out.read_bytes()[: out.read_bytes().rfind(b"\n") + 1]
+    assert kept and len(kept.splitlines()) < 6
+    assert main(argv) == 0
+    assert out.read_bytes().startswith(kept) and [line["horizon"] for line in lines_of(out)] == list(range(1, 7))

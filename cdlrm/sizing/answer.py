@@ -46,7 +46,7 @@ class Question:
     profile: Profile
     shape: Shape
     ids: Ids
-    horizon: int
+    horizon: int | str  # "auto": as each cache size suits
     depth: int
     tf32: bool = False
 
@@ -89,7 +89,7 @@ class Question:
         largest = max(rows.size for rows in self.ids.distinct)
         batch = 24 * int(self.ids.lookups.max()) + 16 * largest + 4 * self.shape.batch_size * self.shape.mlp_bot[0]
         a_row = (padded(self.shape.record_bytes) if self.profile.kind == "gpu" else self.shape.record_bytes) + 12.25
-        return int(self.ids.rows * a_row) + 45 * traffic.cache_rows + (self.horizon + self.depth + 2) * batch
+        return int(self.ids.rows * a_row) + 45 * traffic.cache_rows + (traffic.horizon + self.depth + 2) * batch
 
 
 @dataclass(frozen=True)

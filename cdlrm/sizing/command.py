@@ -182,9 +182,7 @@ def run_plan(found: argparse.Namespace) -> int:
         ids = read_ids(trace, bar.update)
     config = _with_batch_size(found, config, ids, len(trace.names))
     shape = shape_of(config, len(trace.names), _num_dense(config, trace))
-    question = Question(
-        profile, shape, ids, max(config.horizon, config.prefetch_depth), config.prefetch_depth, found.tf32
-    )
+    question = Question(profile, shape, ids, config.horizon, config.prefetch_depth, found.tf32)
     with Bar(len(sizes), found.progress, "plan", " caches") as bar:
         given = answer(question, sizes, bar.update)
     sys.stdout.write(render(given) + "\n")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..horizon import LEAST_HORIZON, horizon_for
 from ..plan import Planner
 from ..simulate.caches import LruCurve
 from ..simulate.trace import Trace
@@ -130,11 +131,16 @@ def everything_resident(ids: Ids) -> Traffic:
     return Traffic(ids.rows, 0, 0, none, none, _half(ids), False, True, resident=True)
 
 
-def run_planner(ids: Ids, cache_rows: int, horizon: int, depth: int) -> Traffic:
-    """Plans of all batches.  What counts begins when the cache is full, but not in the trace's first half, and at the
-    latest with its last quarter."""
+def run_planner(ids: Ids, cache_rows: int, horizon: int | str, depth: int) -> Traffic:
+    """Plans of all batches, with the horizon that "auto" would choose for them if that is asked for.
+
+    What counts begins when the cache is full, but not in the trace's first half, and at the latest with its last
+    quarter."""
     planner = Planner(max(ids.rows_used, 1), cache_rows, depth)
     fills, written = np.zeros(ids.batches, np.int64), np.zeros(ids.batches, np.int64)
+    if isinstance(horizon, str):
+        mean = sum(rows.size for rows in ids.distinct) / ids.batches
+        horizon = max(LEAST_HORIZON, horizon_for(cache_rows, mean))
     horizon, full, grown = max(horizon, depth), ids.batches, False
     for b in range(ids.batches + horizon):
         if b < ids.batches:
@@ -155,7 +161,7 @@ def _half(ids: Ids) -> int:
 
 
 def run_planners(
-    ids: Ids, sizes: Sequence[int], horizon: int, depth: int, progress: Callable[[int], Any] = lambda done: None
+    ids: Ids, sizes: Sequence[int], horizon: int | str, depth: int, progress: Callable[[int], Any] = lambda done: None
 ) -> list[Traffic]:
     """One `Traffic` a cache size, in parallel; a cache of all rows is resident."""
 

@@ -54,6 +54,18 @@ MEASURES = (
     Measure("memory", "Memory of cache and look-ahead", "MiB", "cache", _memory),
 )  # fmt: skip
 
+SHAPE_MEASURES = (
+    Measure("samples_per_second", "Speed", "samples a second", "shape", _of("samples_per_second", 1)),
+    Measure("stall", "Exposed stall: the trainer waited", "ms a batch", "shape", _of("stall_seconds_a_batch", 1e3)),
+    Measure(
+        "fills_a_sample", "Rows filled", "rows a sample", "shape",
+        lambda line: line["fills"] / line["batches"] / line["batch_size"],
+    ),
+    Measure("memory", "Memory of cache and look-ahead", "MiB", "shape", _memory),
+)  # fmt: skip
+"""Drawn over the batch size and over the dim, where several were swept."""
+SHAPES = {"batch_size": "samples a batch", "dim": "dim of the tables"}
+
 
 def draw_all(lines: Sequence[Line], folder: Path, ending: str) -> list[Path]:
     """Write every figure that the lines have values for; returns the files.  `ending`: "png" or "svg"."""
@@ -69,7 +81,55 @@ def draw_all(lines: Sequence[Line], folder: Path, ending: str) -> list[Path]:
             file = folder / f"{measure.name}{suffix}.{ending}"
             if _draw(measure, mine, about, file):
                 written.append(file)
+    for axis in SHAPES:
+        for measure in SHAPE_MEASURES:
+            file = folder / f"{measure.name}_by_{axis}.{ending}"
+            if len({line[axis] for line in lines}) > 1 and _draw_shapes(measure, axis, lines, file):
+                written.append(file)
     return written
+
+
+def shape_curves(measure: Measure, axis: str, lines: Sequence[Line]) -> dict[tuple[str, int], dict[float, float]]:
+    """(cache, horizon and depth; the other of batch size and dim) -> `axis` -> the best value of all repeats."""
+    curves: dict[tuple[str, int], dict[float, float]] = {}
+    best = max if measure.name == "samples_per_second" else min
+    other = next(name for name in SHAPES if name != axis)
+    for line in lines:
+        value = measure.value(line)
+        if value is None or not math.isfinite(value):
+            continue
+        depth = "= horizon" if line["depth_is_horizon"] else line["prefetch_depth"]
+        name = f"cache {line['cache_ratio']:.1%}, horizon {line['horizon']}, depth {depth}"
+        curve = curves.setdefault((name, line[other]), {})
+        curve[line[axis]] = best(value, curve.get(line[axis], value))
+    return curves
+
+
+def _draw_shapes(measure: Measure, axis: str, lines: Sequence[Line], file: Path) -> bool:
+    curves = shape_curves(measure, axis, lines)
+    if not curves:
+        return False
+    plt = require_matplotlib()
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    other = next(name for name in SHAPES if name != axis)
+    several = len({key[1] for key in curves}) > 1
+    for number, ((name, shape), points) in enumerate(sorted(curves.items())):
+        x, y = zip(*sorted(points.items()), strict=True)
+        label = f"{name}, {shape:,} {SHAPES[other]}" if several else name
+        axes.plot(x, y, STYLES[number // 10 % len(STYLES)], label=label, markersize=4)
+    every = sorted({x for points in curves.values() for x in points})
+    axes.set_xscale("log")
+    axes.set_xticks(every, [f"{x:,}" for x in every])
+    axes.minorticks_off()
+    axes.set_xlabel(SHAPES[axis])
+    axes.set_ylabel(measure.unit)
+    axes.set_ylim(bottom=0)
+    axes.set_title(measure.title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    return True
 
 
 def _curves(measure: Measure, lines: Sequence[Line]) -> dict[tuple[Any, ...], dict[float, float]]:
