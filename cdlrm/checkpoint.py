@@ -321,7 +321,7 @@ def _restore_tables(
             restore_table(parts, saved[name], group, number)
         for group, values in hyper.items():
             group.hyper.update(values)
-            if not group.resident:
+            if not group.in_place:
                 group.cache.refresh()
 
 
