@@ -140,8 +140,10 @@ def test_continuing_reads_no_earlier_block(files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_thread_survives(kind: str, files: dict[str, str]) -> None:
+    before = set(threading.enumerate())
+
     def alive() -> list[str]:
-        return [t.name for t in threading.enumerate() if t.name.startswith("cdlrm-")]
+        return [t.name for t in threading.enumerate() if t.name.startswith("cdlrm-") and t not in before]
 
     source = make(kind, files, batch_size=10)
     running = iter(source)
