@@ -72,6 +72,7 @@ class _PooledLookup(torch.autograd.Function):
     ) -> Any:
         ctx.module, ctx.calls, ctx.features = module, calls, features
         ctx.learns = anchor.requires_grad
+        ctx.devices = [each.device for each in weights]
         ctx.earlier = earlier_gradients(module)
         ctx.set_materialize_grads(False)
         return tuple(_forward(calls, module.output_dtype, training=True))
@@ -155,7 +156,7 @@ def _weight_grads(ctx: Any, received: list[tuple[GroupCall, Tensor]]) -> list[Te
         starts = each.lookups.feature_starts
         for f, name in enumerate(slots):
             found[name] = out[starts[f] : starts[f + 1]]
-    return [found[name] for name in ctx.features]
+    return [found[name].to(device) for name, device in zip(ctx.features, ctx.devices, strict=True)]
 
 
 def _unscaled(module: Any, received: list[tuple[GroupCall, Tensor]]) -> list[tuple[GroupCall, Tensor]]:

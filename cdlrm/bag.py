@@ -133,8 +133,8 @@ class _OneTable(CachedModule):
         if bool(keep.all()):
             return values, offsets, weights
         if offsets is None:
-            offsets = torch.arange(len(values) + 1)
-        kept_before = torch.zeros(len(values) + 1, dtype=torch.int64)
+            offsets = torch.arange(len(values) + 1, device="cpu")
+        kept_before = torch.zeros(len(values) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(keep, 0, out=kept_before[1:])
         inside = offsets.to(torch.int64).clamp(0, len(values))  # what is outside is refused later
         moved = torch.where(inside == offsets, kept_before[inside], offsets)
@@ -311,7 +311,7 @@ class EmbeddingBag(_OneTable):
             values = values.reshape(-1)
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights.reshape(-1)
-            offsets = None if length == 1 else torch.arange(size + 1) * length
+            offsets = None if length == 1 else torch.arange(size + 1, device="cpu") * length
         elif values.dim() == 1:
             if offsets is None:
                 raise InputError("offsets are missing: a 1-D input needs them (the start of each bag).")
@@ -321,7 +321,7 @@ class EmbeddingBag(_OneTable):
                     f"offsets have {offsets.dim()} dimensions; pass a 1-D tensor with the start of each bag."
                 )
             if not self.include_last_offset:
-                offsets = torch.cat([offsets, torch.tensor([len(values)], dtype=offsets.dtype)])
+                offsets = torch.cat([offsets, torch.tensor([len(values)], dtype=offsets.dtype, device="cpu")])
             size = len(offsets) - 1
         else:
             raise InputError(
@@ -370,8 +370,8 @@ class Embedding(_OneTable):
         out = self._pooled(values, offsets, None, size)
         if offsets is not None:  # the padding row is not trained, but its value is read
             if self._padding_row is None:
-                self._padding_row = self.weight_rows(torch.tensor([self.padding_idx]))[0]
-            is_padding = (offsets[1:] == offsets[:-1]).unsqueeze(1)
+                self._padding_row = self.weight_rows(torch.tensor([self.padding_idx], device="cpu"))[0]
+            is_padding = (offsets[1:] == offsets[:-1]).unsqueeze(1).to(out.device)
             out = torch.where(is_padding, self._padding_row, out)
         return out.reshape(*shape, self.embedding_dim)
 

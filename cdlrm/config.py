@@ -136,7 +136,8 @@ class TrainConfig:
         "sgd", "of the MLPs (torch.optim)", group="training", choices=("sgd", "adagrad", "adam"))
     nonfinite: str = setting(
         "raise", "what a NaN or infinite loss or gradient does: stop with an error that names the batch, or skip "
-        "the step and count it", group="training", choices=("raise", "skip"))
+        "the step and count it; on a GPU, raise stops up to --prefetch-depth + 2 steps later, and skip makes every "
+        "step wait for the device", group="training", choices=("raise", "skip"))
     seed: int = setting(
         0, "of the initial values, the synthetic data and the shuffle", group="training", kind=int, low=0,
         high=2**63 - 1, aliases=("--numpy-rand-seed",))

@@ -26,6 +26,9 @@ from .stats import table_stats
 from .table import Table
 
 
+OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class EmbeddingBagCollection(CachedModule):
     """Pooled lookups of several tables, through a cache that is exact.
 
@@ -35,7 +38,9 @@ class EmbeddingBagCollection(CachedModule):
             table name -> specification.  Tables of equal dim and optimizer form a group with one cache.
         cache_rows: slots in all ("auto": everything resident if it fits); `cache_ratio` instead: the
             share of the rows that the cache holds.
-        device: "auto" or "cpu".   store: "ram" (host memory) or "file:DIR" (tables larger than it).
+        device: "auto" (the GPU that torch and CuPy can use, else the CPU), "cpu", "cuda", "cuda:N" or a torch.device:
+            where the cache, the outputs and the gradients are; ids may be anywhere, and are quickest on the CPU.
+        store: "ram" (host memory) or "file:DIR" (tables larger than it).
         strict: refuse a batch that needs more rows than the cache has, instead of growing.
         seed: of the initial values.
         nonfinite: "raise" NonFiniteGradientError on NaN or infinity in a gradient, or "skip" that
@@ -43,6 +48,8 @@ class EmbeddingBagCollection(CachedModule):
         update: "backward" updates rows in the backward pass; "step" keeps their gradients until
             `module.optimizer.step()`, for gradient accumulation and torch's clip_grad_norm_ (slower).
         fresh_store: discard what the folder of `store="file:DIR"` holds (before a checkpoint is loaded).
+        output_dtype: of the outputs: torch.float32, or torch.bfloat16 or torch.float16, to which the float32
+            result is rounded once.  Rows, state and the gradients' sums stay float32.
         shards: of the planner (default: from the cache size).
 
     Raises ConfigError for settings that cannot work.
@@ -62,9 +69,13 @@ class EmbeddingBagCollection(CachedModule):
         nonfinite: str = "raise",
         update: str = "backward",
         fresh_store: bool = False,
+        output_dtype: torch.dtype = torch.float32,
         shards: int | None = None,
     ) -> None:
         super().__init__(nonfinite)
+        if output_dtype not in OUTPUT_DTYPES:
+            raise ConfigError(f"output_dtype={output_dtype!r}: must be one of {', '.join(map(str, OUTPUT_DTYPES))}.")
+        self.output_dtype = output_dtype
         self.tables = _checked_tables(tables)
         check_cache_settings(cache_rows, cache_ratio)
         self.features = [feature for table in self.tables for feature in table.feature_names]
@@ -92,7 +103,7 @@ class EmbeddingBagCollection(CachedModule):
 
     @outside_compiler
     def forward(self, features: Any) -> Tensor | dict[str, Tensor]:
-        """Pooled rows, float32 [B, features, dim]; with mixed dims a dict feature -> [B, dim].
+        """Pooled rows, `output_dtype` [B, features, dim]; with mixed dims a dict feature -> [B, dim].
 
         `features`: a `Batch`, a mapping feature -> (values, offsets[, weights]) or bare values (one id
         per sample), or a TorchRec KeyedJaggedTensor.  With gradients enabled this is a training call
@@ -163,7 +174,7 @@ def _keyed_jagged(features: Any) -> tuple[dict[str, Any], int]:
         raise InputError(
             f"the KeyedJaggedTensor has {len(lengths)} lengths for {len(keys)} keys; give as many per key."
         )
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths.cpu(), 0)])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), torch.cumsum(lengths.cpu(), 0)])
     if int(ends[-1]) != len(values):
         raise InputError(f"the KeyedJaggedTensor's lengths add up to {int(ends[-1])} but it has {len(values)} values.")
     out = {}

@@ -34,7 +34,14 @@ class CacheTooSmallError(CdlrmError, RuntimeError):
 
 
 class NonFiniteGradientError(CdlrmError, RuntimeError):
-    """A gradient holds NaN or infinity; the step that produced it was not applied."""
+    """A gradient holds NaN or infinity; the step that produced it was not applied.
+
+    `where`: the batch, for an error that is heard of after it.
+    """
+
+    def __init__(self, message: str, *, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class UsageError(CdlrmError, RuntimeError):

@@ -31,7 +31,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.groups = groups
         params = [
             {
-                "params": [nn.Parameter(torch.zeros(()), requires_grad=False)],
+                "params": [nn.Parameter(torch.zeros((), device=group.driver.device), requires_grad=False)],
                 "lr": group.optimizer.lr,
                 "tables": [t.name for t in group.tables],
             }

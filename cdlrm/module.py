@@ -279,7 +279,7 @@ class CachedModule(nn.Module):
             raise UsageError(
                 f"{type(self).__name__} lives on {home} and cannot move elsewhere ({error}); {advice}."
             ) from error
-        if before.is_shared():
+        if home.type == "cpu" and before.is_shared():  # torch says so of all memory on a GPU
             self.share_memory()
         if probe.dtype != torch.float32:
             raise UsageError(

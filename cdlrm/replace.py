@@ -31,7 +31,7 @@ class Replacement:
         """Put the original modules back, with the rows as trained, and close ours."""
         for path, original in self._originals.items():
             values = self.modules[path].table_weight(path)
-            original.weight.data = values
+            original.weight.data = values.to(original.weight.device)
             _swap(self.model, self.modules[path], original)
         self.close()
 
@@ -61,15 +61,17 @@ def replace_embeddings(
 
     Tables of equal dim and optimizer share one group, one cache and one plan, whatever their number.
     `optimizer`: one specification for all, or a mapping module path -> specification.  `min_rows`: only
-    tables with at least so many rows; `skip`: paths to leave alone.  The other arguments are those of
-    `EmbeddingBagCollection`.  The model's own optimizer should be made afterwards (or must not hold the
+    tables with at least so many rows; `skip`: paths to leave alone.  `device`: "auto" is where the rows that are
+    replaced live now.  The other arguments are those of `EmbeddingBagCollection`.  The model's own optimizer should be made afterwards (or must not hold the
     replaced weights): rows are updated in the backward pass.  `Replacement.undo()` restores torch's modules.
 
     Raises ConfigError, before anything is changed, when there is nothing to replace or a module cannot
-    be (max_norm, scale_grad_by_freq, mode "max", other dtypes or devices, tied weights), naming it.
+    be (max_norm, scale_grad_by_freq, mode "max", other dtypes, tied weights, several devices), naming it.
     """
     check_cache_settings(cache_rows, cache_ratio)
     found = _find(model, min_rows, skip)
+    if device == "auto":
+        device = _home(found)
     if isinstance(optimizer, Mapping):
         unknown = sorted(set(optimizer) - {path for path, _ in model.named_modules(remove_duplicate=False)})
         if unknown:
@@ -94,7 +96,7 @@ def replace_embeddings(
         group = next(g for g in groups if any(table.name == path for table in g.tables))
         ours = _counterpart(original, {
             "optimizer": chosen, "cache_rows": cache_rows, "cache_ratio": cache_ratio, "store": store, "strict": strict,
-            "seed": seed, "nonfinite": nonfinite, "update": update, "_joined": (group, fused, path),
+            "seed": seed, "nonfinite": nonfinite, "update": update, "device": device, "_joined": (group, fused, path),
         })  # fmt: skip
         ours.notes = notes
         ours.set_table(path, original.weight.detach())
@@ -106,7 +108,7 @@ def replace_embeddings(
         modules[path] = ours
     for path, original in found.items():
         _swap(model, original, modules[path])
-        original.weight.data = torch.empty(0, dtype=torch.float32)  # its rows are ours now; undo brings them back
+        original.weight.data = original.weight.data.new_empty(0)  # its rows are ours now; undo brings them back
     return Replacement(model, modules, found, fused)
 
 
@@ -144,15 +146,27 @@ def _obstacle(model: nn.Module, module: Any) -> str:
         return "scale_grad_by_freq is not offered"
     if getattr(module, "mode", "sum") == "max":
         return 'mode="max" is not offered'
-    if module.weight.dtype != torch.float32 or module.weight.device.type != "cpu":
+    if module.weight.dtype != torch.float32 or module.weight.device.type not in ("cpu", "cuda"):
         return (
-            f"its rows are {module.weight.dtype} on {module.weight.device}, and this version trains float32 "
-            "on the CPU"
+            f"its rows are {module.weight.dtype} on {module.weight.device}, and only float32 on the CPU or an NVIDIA "
+            "GPU can be trained"
         )
     for other in model.modules():
         if other is not module and any(p is module.weight for p in other.parameters(recurse=False)):
             return f"its weight is shared with a {type(other).__name__}, which needs it as one tensor"
     return ""
+
+
+def _home(found: Mapping[str, Any]) -> torch.device:
+    """The device of the rows that are replaced.  Raises ConfigError where they are on several."""
+    devices = {module.weight.device: path for path, module in found.items()}
+    if len(devices) > 1:
+        (first, one), (second, other) = list(devices.items())[:2]
+        raise ConfigError(
+            f'the rows of {one!r} are on {first} and those of {other!r} on {second}; give device="cuda" or "cpu", or '
+            "replace them in two calls with skip=."
+        )
+    return next(iter(devices))
 
 
 def _counterpart(original: Any, settings: dict[str, Any]) -> CachedModule:

@@ -23,11 +23,13 @@ from .checkpoint import checkpoint_info, load
 from .config import TrainConfig
 from .data import Batch, Source
 from .datasets import Datasets
+from .driver.choose import choose
 from .errors import ConfigError, DataError
 from .machine import available_bytes
 from .progress import Listener
 from .scoring_config import ScoreConfig
 from .train import build_model, build_tables
+from .transit import to_device
 from .unlabelled import open_for_prediction
 
 RESIDENT_SHARE = 0.25  # of the available memory
@@ -52,11 +54,13 @@ class Scorer:
         rows = [info["tables"][name]["rows"] for name in extra["data"]["features"]]
         self.source, self.labelled = _open(config, trained, extra["data"], rows, labels)
         settings = dataclasses.replace(
-            trained, cache_rows=_slots(config, trained, sum(rows)), store=config.store, checkpoint_dir=None,
-            checkpoint_every=None, resume=False, logdir=None,
+            trained, cache_rows=_slots(config, trained, sum(rows)), store=config.store, device=config.device,
+            checkpoint_dir=None, checkpoint_every=None, resume=False, logdir=None,
         )  # fmt: skip
         data = Datasets(self.source, None, self.source.features, self.source.num_dense, rows)
-        self.tables = build_tables(settings, data, [])
+        self.chosen: list[str] = []
+        self.tables = build_tables(settings, data, self.chosen)
+        self.device = self.tables.groups[0].driver.device
         try:
             self.model = build_model(settings, data, self.tables, []).eval()
             load(self.path, self.model)
@@ -71,12 +75,12 @@ class Scorer:
         self.tables.close()
 
     def batches(self, listener: Listener) -> Iterator[tuple[Batch, Tensor]]:
-        """Each batch and its logits float32 [B]."""
+        """Each batch and its logits float32 [B], on the CPU."""
         listener.start(self.source.rows_total)
         try:
             for batch in self.source:
                 with torch.no_grad():
-                    logits = self.model(batch.dense, batch)
+                    logits = self.model(to_device(batch.dense, self.device), batch).cpu()
                 yield batch, logits
                 listener.step(batch.size)
         finally:
@@ -86,7 +90,10 @@ class Scorer:
 def _slots(config: ScoreConfig, trained: TrainConfig, rows: int) -> int:
     """All rows resident where they are a small part of the memory; otherwise every batch reads what it needs."""
     record_bytes = 8 * trained.arch_sparse_feature_size  # weights, and state that is no larger as a rule
-    return rows if config.store == "ram" and rows * record_bytes <= RESIDENT_SHARE * available_bytes() else 1
+    chosen, have = choose(config.device), available_bytes()
+    if chosen.kind == "cuda":
+        have = min(have, torch.cuda.mem_get_info(chosen.gpu)[0])
+    return rows if config.store == "ram" and rows * record_bytes <= RESIDENT_SHARE * have else 1
 
 
 def _open(
@@ -136,6 +143,7 @@ def evaluate(config: ScoreConfig, listener: Listener | None = None) -> dict[str,
             "samples_per_second": reporting.ratio(found["samples"], done - loaded),
             "bad_rows": scorer.source.skipped_rows,
             "bad_row_examples": scorer.source.bad_examples,
+            "chosen": scorer.chosen,
             "seconds": {"load": loaded - started, "evaluate": done - loaded},
         }
 
@@ -170,6 +178,7 @@ def predict(config: ScoreConfig, out: str | Path, listener: Listener | None = No
             "samples_per_second": reporting.ratio(row, time.perf_counter() - loaded),
             "bad_rows": scorer.source.skipped_rows,
             "bad_row_examples": scorer.source.bad_examples,
+            "chosen": scorer.chosen,
             "seconds": {"load": loaded - started, "predict": time.perf_counter() - loaded},
         }
 
@@ -224,4 +233,4 @@ def _common(found: dict[str, Any]) -> list[str]:
     if found["bad_rows"]:
         lines.append(f"  {'rows left out':<22}{found['bad_rows']:,} malformed")
         lines += [f"  - {example}" for example in found["bad_row_examples"]]
-    return lines
+    return lines + ["Chosen automatically", *(f"  - {sentence}" for sentence in found["chosen"])]

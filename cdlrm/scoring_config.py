@@ -30,6 +30,9 @@ class ScoreConfig:
     store: str = setting(
         "ram", "where the trained rows are read to: memory, or files in a new folder DIR, where they are too many",
         group="input", metavar="ram|file:DIR")
+    device: str = setting(
+        "auto", "where the model lives; auto: the GPU if there is one that can be used", group="input",
+        choices=("auto", "cuda", "cpu"))
     progress: bool = setting(True, "the progress bar (on standard error)", group="output", kind=bool)
     # fmt: on
 

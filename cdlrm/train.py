@@ -8,8 +8,10 @@ the same, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from . import report as reporting
 from .config import TrainConfig, dashed
 from .data import Batch
 from .datasets import Datasets, open_datasets
+from .driver.choose import choose
 from .errors import ConfigError, DataError, NonFiniteGradientError
 from .interrupt import Interrupt
 from .machine import package_version
@@ -29,6 +32,7 @@ from .model import DLRM
 from .optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from .progress import Listener, Several
 from .resuming import Checkpoints
+from .transit import LateCheck, not_finite, to_device, wait_for
 
 TABLE_OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": SGD,
@@ -73,6 +77,7 @@ class Trainer:
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
         self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
         self.tables = build_tables(config, self.data, self.chosen)
+        self.device = self.tables.groups[0].driver.device
         self.model = build_model(config, self.data, self.tables, self.chosen)
         self.dense_optimizer = DENSE_OPTIMIZERS[config.dense_optimizer](
             self.model.dense_parameters(), lr=config.learning_rate
@@ -87,6 +92,11 @@ class Trainer:
         )
         self._first_samples: int | None = None  # samples after the first step of this process
         self._torn = False  # a step was left in its middle, by a second Ctrl-C
+        # On a GPU whether a step was finite is read later, except where the step is to be left out exactly.
+        late = self.device.type != "cpu" and config.nonfinite == "raise"
+        self._late = LateCheck(config.prefetch_depth + 1) if late else None
+        self._step_name = ""
+        self._step_names: dict[str, str] = {}  # the tables' name of each of the newest steps -> ours
         self._loss: float | None = None
         self._loss_sum: Tensor | None = None
         self._loss_samples = 0
@@ -110,7 +120,7 @@ class Trainer:
         """Train every epoch, evaluate, and return the report."""
         started = time.perf_counter()
         try:
-            with self._interrupt:
+            with self._interrupt, self._naming():
                 self._train()
         except KeyboardInterrupt:
             self._interrupt.asked = True
@@ -119,10 +129,21 @@ class Trainer:
         self.interrupted = self._interrupt.asked
         if self.steps == 0 and not self.interrupted and not self.config.resume:
             raise DataError(self._why_nothing())
-        self.tables.flush()
-        if self.checkpoints is not None and not self._torn:
-            self._save()
+        with self._naming():
+            self.settle()
+            self.tables.flush()
+            if self.checkpoints is not None and not self._torn:
+                self._save()
         return self._report(time.perf_counter() - started)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Name the batch whose gradients were not finite; a GPU tells of it after others have come."""
+        try:
+            yield
+        except NonFiniteGradientError as error:
+            where = self._step_names.get(error.where, error.where or self._step_name)
+            raise NonFiniteGradientError(f"{where}: {error}", where=where) from error
 
     def _why_nothing(self) -> str:
         bad = self.data.counters()["bad_rows"]
@@ -157,7 +178,7 @@ class Trainer:
             for position, batch in enumerate(self.data.test):
                 if position == limit:
                     break
-                metrics.update(self.model(batch.dense, batch), batch.labels)
+                metrics.update(self.model(to_device(batch.dense, self.device), batch), batch.labels)
         evaluation = {"step": self.steps, **metrics.compute()}
         self.evaluations.append(evaluation)
         self._seconds["evaluation"] += time.perf_counter() - started
@@ -193,6 +214,7 @@ class Trainer:
                         self._save()
                     if self._interrupt.asked:
                         return
+            self.settle()
             self.epochs = epoch + 1
         finally:
             batches.close()
@@ -203,6 +225,12 @@ class Trainer:
             besides = self._seconds_besides() - besides
             self._seconds["loop"] += time.perf_counter() - started - besides
 
+    def settle(self) -> None:
+        """Wait until the device has done every step; raises NonFiniteGradientError for one that was not finite."""
+        if self._late is not None:
+            self._late.finish()
+        wait_for(self.device)
+
     def _seconds_besides(self) -> float:
         """What is not training: it is left out of samples/s."""
         return self._seconds["evaluation"] + self._seconds["checkpoint"]
@@ -210,6 +238,7 @@ class Trainer:
     def _save(self) -> None:
         assert self.checkpoints is not None
         started = time.perf_counter()
+        self.settle()  # a step that was not finite must not replace the checkpoint before it
         progress = {name: getattr(self, name) for name in PROGRESS}
         self.checkpoints.save(self.model, self.dense_optimizer, progress)
         self._seconds["checkpoint"] += time.perf_counter() - started
@@ -222,45 +251,56 @@ class Trainer:
             raise
         for name in PROGRESS:
             setattr(self, name, progress[name])
+        if self._loss_sum is not None:
+            self._loss_sum = self._loss_sum.to(self.device)
         self.chosen.append(f"resumed: from {checkpoints.newest}, after step {self.steps:,}.")
 
     def _train_batch(self, epoch: int, batch: Batch) -> None:
         started = time.perf_counter()
         self._torn = True
-        try:
-            self._step(batch)
-        except NonFiniteGradientError as error:
-            raise NonFiniteGradientError(f"batch {batch.index} of epoch {epoch}: {error}") from error
+        self._step_name = f"batch {batch.index} of epoch {epoch}"
+        self._remember_name()
+        self._step(batch)
         self._torn = False
         self.steps += 1
         self.samples += batch.size
         self._seconds["forward_backward"] += time.perf_counter() - started
         self.listener.step(batch.size)
 
+    def _remember_name(self) -> None:
+        """The tables number batches in their own way."""
+        step = self.tables.groups[0].step
+        if step is not None:
+            self._step_names[f"batch {step.batch}"] = self._step_name
+        while len(self._step_names) > self.config.prefetch_depth + 8:
+            del self._step_names[next(iter(self._step_names))]
+
     def _step(self, batch: Batch) -> None:
         """Forward, loss, backward (which updates the tables), then the MLPs' update."""
-        logits = self.model(batch.dense, batch)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        dense, labels = (to_device(tensor, self.device) for tensor in (batch.dense, batch.labels))
+        loss = nn.functional.binary_cross_entropy_with_logits(self.model(dense, batch), labels)
         if not self._finite("loss", loss.detach()):
             return
         self.dense_optimizer.zero_grad(set_to_none=True)
         loss.backward()
         gradients = [p.grad for p in self.model.dense_parameters() if p.grad is not None]
-        if not self._finite("gradient of the MLPs", torch.nn.utils.get_total_norm(gradients)):
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not self._finite("gradient of the MLPs", norm):
             return
         self.dense_optimizer.step()
+        if self._late is not None:
+            self._late.watch(self._step_name, {"loss": loss.detach(), "gradient of the MLPs": norm})
         part = loss.detach() * batch.size
         self._loss_sum = part if self._loss_sum is None else self._loss_sum + part
         self._loss_samples += batch.size
 
     def _finite(self, what: str, value: Tensor) -> bool:
-        """Whether `value` is finite; otherwise the step is skipped and counted, or the run stops."""
-        if bool(torch.isfinite(value)):
+        """Whether `value` is finite; otherwise the step is skipped and counted, or the run stops.  A GPU that tells
+        later is taken to say yes."""
+        if self._late is not None or bool(torch.isfinite(value)):
             return True
         if self.config.nonfinite == "raise":
-            raise NonFiniteGradientError(
-                f"the {what} is {value.item()}; lower --learning-rate, or use --nonfinite skip to leave such steps out."
-            )
+            raise NonFiniteGradientError(not_finite(what, value.item()))
         self.skipped += 1
         return False
 
@@ -359,13 +399,16 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
             f"cache: {collection.stats()['cache_rows']:,} rows, {100 * config.cache_ratio:g} % of all "
             f"{sum(data.table_rows):,} (--cache-ratio; --cache-rows gives a number instead)."
         )
-    if config.device == "auto":
-        chosen.append("device: cpu, the only one of this version.")
+    reason = choose(config.device).reason
+    if reason not in chosen:
+        chosen.append(reason)
     return collection
 
 
-def build_model(config: TrainConfig, data: Datasets, tables: nn.Module, chosen: list[str]) -> DLRM:
-    """The DLRM over the tables; its bottom MLP must start with the number of dense columns."""
+def build_model(
+    config: TrainConfig, data: Datasets, tables: cdlrm.EmbeddingBagCollection, chosen: list[str]
+) -> DLRM:
+    """The DLRM over the tables, on their device; its bottom MLP must start with the number of dense columns."""
     dim = config.arch_sparse_feature_size
     if config.arch_mlp_bot is None:
         bottom = [data.num_dense, 128, 64, dim]
@@ -380,7 +423,7 @@ def build_model(config: TrainConfig, data: Datasets, tables: nn.Module, chosen: 
             f"--arch-mlp-bot {config.arch_mlp_bot}: the data has {data.num_dense} dense columns, so it must start with "
             f"{data.num_dense}."
         )
-    return DLRM(
+    model = DLRM(
         tables,
         features=len(data.features),
         dim=dim,
@@ -390,3 +433,4 @@ def build_model(config: TrainConfig, data: Datasets, tables: nn.Module, chosen: 
         interaction_itself=config.arch_interaction_itself,
         seed=config.seed,
     )
+    return model.to(tables.groups[0].driver.device)

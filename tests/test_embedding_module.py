@@ -403,7 +403,7 @@ def test_loading_errors_are_torchs(kind: str) -> None:
         ours.load_state_dict({**good, "nonsense": torch.zeros(1)})
     result = ours.load_state_dict({"table.other": torch.zeros(1)}, strict=False)
     assert result.missing_keys == ["table.weight"] and result.unexpected_keys == ["table.other"]
-    for bad in (torch.zeros(7, 3), torch.zeros(8, 3).double()):
+    for bad in (torch.zeros(7, 3), torch.zeros(8, 3).long()):
         with pytest.raises(RuntimeError, match="float32"):
             ours.load_state_dict({"table.weight": bad})
     assert torch.equal(ours["table"].weight, before)

@@ -135,7 +135,8 @@ class Verdicts:
             if verdict.raising and not verdict.known:
                 raise NonFiniteGradientError(
                     f"{verdict.where}: a gradient of the tables' output is not finite; nothing was updated by it or by "
-                    f'a later batch; lower the learning rate, or use nonfinite="skip".'
+                    f'a later batch; lower the learning rate, or use nonfinite="skip".',
+                    where=verdict.where,
                 )
 
     def resume(self) -> None:
