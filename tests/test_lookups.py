@@ -168,7 +168,7 @@ def test_offsets(offsets: list[int], message: str) -> None:
         (7, "the entry is a int"),
         (([1, 2, 3],), "values is a list; pass a 1-D torch tensor or NumPy array of int64 or int32"),
         (torch.tensor([1, 2, 3]).to_sparse(), "values is a tensor .* cannot be read on the CPU"),
-        (torch.empty(3, dtype=torch.int64, device="meta"), "cannot be read on the CPU"),
+        (torch.empty(3, dtype=torch.int64, device="meta"), "has shapes but no data; pass a dense .* tensor on the CPU"),
         (torch.ones(3, dtype=torch.bfloat16), "bfloat16"),
         ((torch.tensor([1, 2, 3]), torch.tensor([0.0, 1.0, 2.0, 3.0])), "offsets has dtype float32"),
         ((torch.tensor([1, 2, 3]), None, torch.ones(3, dtype=torch.float64)), "weights has dtype float64; convert"),

@@ -91,7 +91,7 @@ def test_the_first_wrong_turns(
     own = ["--label-column", "clicked", "--dense-columns", "age", "price", "--sparse-columns", "user", "item"]
     for code, words, flags in [
         (1, "clicks.parq", ["--data", "clicks.parq", *own]),
-        (1, "name the columns with dense_columns", ["--data", "clicks.parquet"]),
+        (1, "name the columns with --dense-columns", ["--data", "clicks.parquet"]),
         (1, "no column 'itme'", ["--data", "clicks.parquet", *own[:-1], "itme"]),
         (1, "no column 'click'", ["--data", "clicks.parquet", "--label-column", "click", *own[2:]]),
         (2, "give one, or one a column", ["--data", "clicks.parquet", *own, "--table-rows", "10-20-30"]),
