@@ -83,7 +83,25 @@ def device_of_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
         first = int(hashlib.sha1(request.node.nodeid.encode(), usedforsecurity=False).hexdigest()[:8], 16)
         use(monkeypatch, first + request.config.getoption("--seed-offset"))
+    before = _drivers_made()
     yield
+    request.node.user_properties.append((SEEDS, _drivers_made() - before))
+
+
+SEEDS = "emulated seeds"
+
+
+def _drivers_made() -> int:
+    return int(getattr(sys.modules.get("emulated"), "drivers_made", 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many modules were on the emulated GPU, each under an order of the streams of its own."""
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    ended = [report for report in reports if getattr(report, "when", "") == "teardown"]
+    seeds = sum(count for report in ended for name, count in report.user_properties if name == SEEDS)
+    if seeds:
+        terminalreporter.write_line(f"{seeds:,} seeds: modules on the emulated GPU, each with its order of the streams")
 
 
 def find_data_dir() -> Path | None:

@@ -17,6 +17,9 @@ from cdlrm.driver.choose import Chosen
 from cdlrm.driver.gpu import GpuDriver
 
 
+drivers_made = 0  # in this process
+
+
 class Emulated:
     """Drivers of the emulated GPU, one a module."""
 
@@ -39,6 +42,8 @@ class Emulated:
         from emulator.backend import EmulatedBackend
 
         backend = EmulatedBackend(self.first + self.made, **self.settings)
+        global drivers_made
+        drivers_made += 1
         self.made += 1
         self.prepare(backend)
         return GpuDriver(backend, **how)

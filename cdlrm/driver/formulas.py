@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -29,6 +30,13 @@ class Formula:
                 "lr64": float(lr)}  # fmt: skip
 
 
+@functools.lru_cache(8)
+def _factors(betas: tuple[float, float], count: int) -> np.ndarray:
+    """What turns a learning rate into Adam's step size of steps 1 … count - 1, float64 [count]."""
+    adam = Adam(lr=1.0, betas=betas)
+    return np.array([math.nan, *(adam.step_size(1.0, t) for t in range(1, count))])
+
+
 class StepCounts:
     """How often each table was updated, int64 [T] on the device, where a suppressed update does not count.
 
@@ -48,9 +56,8 @@ class StepCounts:
 
     def _set_factors(self, count: int) -> None:
         backend, stream = self.backend, self.backend.compute_stream()
-        values = np.array([math.nan, *(self.optimizer.step_size(1.0, t) for t in range(1, count))])
         layout = Layout()
-        layout.add("factors", values, np.float64)
+        layout.add("factors", _factors(tuple(self.optimizer.betas), count), np.float64)
         backend.synchronize(backend.record(stream), "growth")
         ring = Ring(backend, stream)
         self.slot = ring.take(layout)

@@ -30,6 +30,7 @@ from .backend import Event, Stream
 from .base import Records, Segments, Update, merged_rows, merged_weights, used_tables
 from .carrier import Staged, ZeroCopy
 from .formulas import Formula, StepCounts
+from .held import Held
 from .launches import Launcher
 from .plan_arrays import Long, add_gradient_source, add_inputs, add_segments, divisors
 from .staging import Layout, Ring, Slot
@@ -100,9 +101,12 @@ class GpuRecords(Records):
         self.ring = Ring(self.backend, self.transfer)  # plans, and moves outside of them
         self.extra = Ring(self.backend, self.transfer)  # what no plan has brought: the trainer's
         self.carrier: ZeroCopy | Staged = driver.carrier(store, self.ring)
+        self._held = Held(self, self.backend, self.transfer)
         self.formula = Formula(optimizer)
         self.counts = StepCounts(self.backend, optimizer, len(bases) - 1) if optimizer.counts_steps else None
-        self._seeds, self._seed_addresses, self._makes = self._upload_seeds()
+        seeds, self._seed_addresses, self._makes = self._upload_seeds()
+        used = {"ring": self.ring, "extra": self.extra, "carrier": self.carrier, "counts": self.counts, "seeds": seeds}
+        self._held.things.update(used)
         self._ended: deque[tuple[int, Event]] = deque(maxlen=64)
         self._fence: Event = None
         self._moved: Event = None  # all transfers so far
@@ -143,6 +147,7 @@ class GpuRecords(Records):
         self._moved = backend.record(stream)
         backend.synchronize(self._moved, "growth")
         self.rows, self.weight, self.state = rows, weight, state
+        self._held.things["records"] = weight, state
 
     def _records(self) -> dict[str, int]:
         return {"weight": self.weight.address, "weight_stride": self.dim, "state": self.state.address,
@@ -448,6 +453,7 @@ class GpuRecords(Records):
             self.ring.close()
             self.extra.close()
         self.carrier.close()
+        self._held.release()
         self.driver.records_closed()
 
 

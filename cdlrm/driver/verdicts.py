@@ -19,6 +19,7 @@ from ..errors import NonFiniteGradientError
 from . import signatures
 from .backend import Backend, Event
 from .base import Verdict
+from .held import Held
 
 FLAGS = 4096  # verdicts that may be undecided at once
 BLOCKS = 256
@@ -64,6 +65,7 @@ class Verdicts:
         backend.host_writes(self.host.address, 4 * FLAGS)
         self.host.array[:] = 0
         self.told = self.host.array.view(np.int32)
+        Held(self, backend).things["flags"] = self.host, self.flags
         backend.clear(self.flag_address, 4 * (FLAGS + 1), backend.compute_stream())
         self.number = 0
         self.waiting: deque[DeviceVerdict] = deque()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from _signal import signal as set_handler  # signal.signal without its enums, which cost more than a call here
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from .memory import EmulatorError
@@ -16,7 +17,7 @@ from .memory import EmulatorError
 if TYPE_CHECKING:
     from .backend import EmulatedBackend
 
-_MAIN = threading.main_thread()
+_MAIN = threading.main_thread().ident
 
 
 class Entered:
@@ -27,7 +28,7 @@ class Entered:
         self._interrupted = False
 
     def __enter__(self) -> None:
-        if threading.current_thread() is _MAIN:  # the one thread in which handlers run
+        if get_ident() == _MAIN:  # the one thread in which handlers run
             if self._depth == 0:
                 self._handler = set_handler(signal.SIGINT, self._interrupt)
             self._depth += 1
@@ -44,7 +45,7 @@ class Entered:
         if isinstance(error, EmulatorError):
             self._backend.error = error
         self._lock.release()
-        if threading.current_thread() is _MAIN:
+        if get_ident() == _MAIN:
             self._depth -= 1
             if self._depth == 0:
                 set_handler(signal.SIGINT, self._handler)
