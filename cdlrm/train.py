@@ -391,6 +391,7 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
         strict=config.strict,
         seed=config.seed,
         nonfinite=config.nonfinite,
+        progress=config.progress,
         fresh_store=config.resume,  # the checkpoint says what the rows are
     )
     chosen.extend(collection.notes)

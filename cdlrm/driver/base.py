@@ -180,6 +180,8 @@ class Driver(ABC):
     name: str
     device: torch.device  # of outputs, gradients and anchors
     in_place: bool  # resident rows are trained where the store keeps them
+    pins_tables: bool = False  # it will pin the memory of stores, which must share no page with anything else
+    progress: bool = True  # show how far work is that takes seconds
     dead: bool = False  # an error that it cannot recover from: it does nothing any more
     host: CpuDriver  # for work on the host: segments, copies
 

@@ -8,14 +8,15 @@ is needed again or the slot is.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import PinError
 from ..store import bits
 from ..store.ram import RamStore
 from .backend import Backend
+from .pinned import PinBar
 from .staging import Layout, Ring, Slot
 
 if TYPE_CHECKING:
@@ -23,20 +24,31 @@ if TYPE_CHECKING:
 
 
 class ZeroCopy:
-    """Kernels reach the store's arrays.  Raises PinError where they cannot be pinned."""
+    """Kernels reach the store's arrays.  Raises PinError where they cannot be pinned.
+
+    `progress`: show how far pinning is, if it takes seconds.  `sentence`: what was pinned and how fast.
+    """
 
     staged = 0
 
-    def __init__(self, backend: Backend, store: RamStore) -> None:
+    def __init__(self, backend: Backend, store: RamStore, progress: bool = True) -> None:
         self.backend, self.store = backend, store
         self._arrays = store.memory()
         self._addresses: list[int] = []
+        nbytes, started = sum(array.nbytes for array in self._arrays), time.perf_counter()
         try:
-            for array in self._arrays:
-                self._addresses.append(backend.register(array))
-        except PinError:
+            with PinBar(nbytes, progress) as bar:
+                for array in self._arrays:
+                    self._addresses.append(backend.register(array, bar.told))
+                    bar.next()
+        except BaseException:
             self.close()
             raise
+        seconds = max(time.perf_counter() - started, 1e-9)
+        self.sentence = (
+            f"tables: {nbytes / 2**30:.2f} GiB of host memory were pinned in {seconds:.1f} s, "
+            f"{nbytes / 1e9 / seconds:.1f} GB/s."
+        )
         self.weight = self._addresses[0]
         self.state = self._addresses[-1] + (4 * store.dim if len(self._arrays) == 1 else 0)
 

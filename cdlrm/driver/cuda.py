@@ -6,6 +6,8 @@ bytes twice.  Kernels are compiled by NVRTC when they are first launched (`cubin
 
 CUDA reports a failed kernel or copy at some later call.  So each stream remembers what was issued last, and an
 error names it.  Some errors are sticky: the device does nothing more in this process.
+
+Threads that call know nothing of devices, so every call enters its own.
 """
 
 from __future__ import annotations
@@ -117,6 +119,14 @@ class CudaBackend(Backend):
         self._borders: list[int] = []
         self._pinned: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
 
+    def _entered(self) -> Any:
+        """Around every call of CUDA: any thread may make it, and the device that a thread begins with is GPU 0.
+
+        torch's way back to the thread's own device makes no context there (CuPy's does, since CUDA 12's
+        cudaSetDevice makes one, which takes hundreds of megabytes of a GPU that nobody asked for).
+        """
+        return torch.cuda.device(self._index)
+
     # --- streams and events ---
 
     def compute_stream(self) -> torch.cuda.Stream:
@@ -136,20 +146,23 @@ class CudaBackend(Backend):
         event = torch.cuda.Event(enable_timing=timed)
         last = self._last.get(stream.cuda_stream, "nothing of cdlrm's")
         try:
-            event.record(stream)
+            with self._entered():
+                event.record(stream)
         except RuntimeError as error:
             raise self._failed("recording an event", error, last) from error
         return CudaEvent(event, last)
 
     def wait(self, stream: torch.cuda.Stream, event: CudaEvent) -> None:
         try:
-            stream.wait_event(event.event)
+            with self._entered():
+                stream.wait_event(event.event)
         except RuntimeError as error:
             raise self._failed("ordering two streams", error, event.last) from error
 
     def is_done(self, event: CudaEvent) -> bool:
         try:
-            return bool(event.event.query())
+            with self._entered():
+                return bool(event.event.query())
         except RuntimeError as error:
             raise self._failed("asking for an event", error, event.last) from error
 
@@ -157,12 +170,14 @@ class CudaBackend(Backend):
         with self._lock:
             self.traffic.synchronizations[reason] += 1
         try:
-            event.event.synchronize()
+            with self._entered():
+                event.event.synchronize()
         except RuntimeError as error:
             raise self._failed(f"waiting for the device ({reason})", error, event.last) from error
 
     def elapsed_ms(self, first: CudaEvent, last: CudaEvent) -> float:
-        return float(first.event.elapsed_time(last.event))
+        with self._entered():
+            return float(first.event.elapsed_time(last.event))
 
     def hand_over(self, stream: torch.cuda.Stream) -> None:
         pass  # torch's own stream orders it
@@ -177,7 +192,8 @@ class CudaBackend(Backend):
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            with self._entered():
+                return torch.empty(shape, dtype=dtype, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"{self.device} has no room for {nbytes:,} bytes more: {self.free_bytes():,} bytes are free; use a "
@@ -189,7 +205,8 @@ class CudaBackend(Backend):
     def free_bytes(self) -> int:
         """What CUDA has free, and what torch's allocator holds unused."""
         try:
-            free, _ = torch.cuda.mem_get_info(self.device)
+            with self._entered():
+                free, _ = torch.cuda.mem_get_info(self.device)
         except RuntimeError as error:
             raise self._failed("asking for the free memory", error) from error
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -228,7 +245,7 @@ class CudaBackend(Backend):
             return
         what = f"a copy ({kind}, {nbytes:,} bytes)"
         try:
-            with self._cupy.cuda.Device(self._index):
+            with self._entered():
                 for at, size in self._parts(source if kind == "h2d" else target, nbytes):
                     self._runtime.memcpyAsync(
                         target + at, source + at, size, self._runtime.memcpyDefault, stream.cuda_stream
@@ -252,7 +269,7 @@ class CudaBackend(Backend):
             return
         what = f"a clear ({nbytes:,} bytes)"
         try:
-            with self._cupy.cuda.Device(self._index):
+            with self._entered():
                 self._runtime.memsetAsync(target, 0, nbytes, stream.cuda_stream)
         except RuntimeError as error:
             raise self._failed(f"issuing {what}", error, self._last.get(stream.cuda_stream)) from error
@@ -267,7 +284,7 @@ class CudaBackend(Backend):
             raise DeviceError(f"kernel {kernel}: a grid of {grid:,} blocks is more than CUDA's {MAX_GRID:,}.")
         what = f"kernel {signatures.expression(kernel, variant)}"
         try:
-            with self._cupy.cuda.Device(self._index):
+            with self._entered():
                 function = self._kernels.get((kernel, variant)) or self._load(kernel, variant)
                 function((grid,), (signatures.BLOCK_THREADS,), args, stream=self._cupy_stream(stream.cuda_stream))
         except RuntimeError as error:

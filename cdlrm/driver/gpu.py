@@ -54,6 +54,10 @@ class GpuDriver(Driver):
         self._open = 0  # records that are in use
         self._notes = [why] if why else []
 
+    @property
+    def pins_tables(self) -> bool:  # type: ignore[override]
+        return bool(self.zero_copy)
+
     def notes(self) -> list[str]:
         return list(self._notes)
 
@@ -83,7 +87,9 @@ class GpuDriver(Driver):
         if not isinstance(store, RamStore) or not self.zero_copy:
             return Staged(self.backend, store, ring)
         try:
-            return ZeroCopy(self.backend, store)
+            made = ZeroCopy(self.backend, store, self.progress)
+            self._notes.append(made.sentence)
+            return made
         except PinError as error:
             told = (
                 f"the tables stay in pageable memory and their rows pass through a staging buffer, which costs a copy "
