@@ -358,7 +358,7 @@ class Trainer:
                 "checkpoint": measured["checkpoint"],
             },
             "checkpoint": None if self.checkpoints is None else self.checkpoints.facts(),
-            "memory": {"peak_bytes": reporting.peak_memory_bytes()},
+            "memory": reporting.memory_section(self.tables.groups[0].driver.most_bytes()),
             "data": self.data.counters(),
             "chosen": self.chosen + ([self._horizon_why] if self._horizon_why else []),
             "config": self.config.to_mapping(),

@@ -194,29 +194,53 @@ def test_a_run_goes_on_on_the_other_device(
 # --- cache_rows="auto" ---
 
 
-def test_resident_when_it_fits_and_a_cache_otherwise(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("missing", [0, 9])
+def test_resident_when_it_fits_and_a_cache_otherwise(monkeypatch: Any, missing: int) -> None:
     """Of the device's free bytes a stated share is left to everything else."""
-    need, told = 350 * 4 * 9, []
-    for room, resident in ((need / (1 - placement.RESERVE) + 1, True), (need / (1 - placement.RESERVE) - 9, False)):
-        use(monkeypatch)
-        flags = 4 * 4097  # of the driver
-        monkeypatch.setattr(
-            Emulated, "_make", lambda self, room=room, **how: _driver(int(room) + flags, how), raising=True
-        )
-        ebc = module(cache_rows="auto", cache_ratio=None)
-        assert ebc.groups[0].resident == resident
-        rows = ebc.stats()["cache_rows"]
-        assert rows == 350 if resident else 0.9 * 350 < rows < 350
-        told.append(next(note for note in ebc.notes if note.startswith("cache_rows=auto")))
-        ebc.close()
-    assert "everything is resident" in told[0] and "of 350 rows are cached" in told[1]
-    for note in told:
-        assert "GiB of emulated memory available" in note and "25% reserved" in note
+    tables, count = [cdlrm.Table("a", 40_000, 8)], 40_000
+    need, flags = count * 4 * 9, 4 * 4097  # bytes of the records, and of the driver
+    room = int(need / (1 - placement.RESERVE)) + 2 + flags - missing
+    use(monkeypatch, device_bytes=room)
+    ebc = module(tables=tables, cache_rows="auto", cache_ratio=None)
+    resident, rows = ebc.groups[0].resident, ebc.stats()["cache_rows"]
+    assert resident == (missing == 0) and (rows == count if resident else 0.9 * count < rows < count)
+    (note,) = [note for note in ebc.notes if note.startswith("cache_rows=auto")]
+    assert ("everything is resident" if resident else f"{rows} of {count} rows are cached") in note
+    assert "GiB of records" in note and "GiB of emulated memory available" in note and "25% reserved" in note
+    ebc(inputs(0, tables)).sum().backward()
+    ebc.close()
 
 
-def _driver(device_bytes: int, how: dict[str, bool]) -> Any:
-    from emulator.backend import EmulatedBackend
+@pytest.mark.parametrize("store", ["ram", "file"])
+def test_an_evaluation_before_training_needs_no_second_cache(monkeypatch: Any, tmp_path: Any, store: str) -> None:
+    """Places are lent behind the cache; while it is empty its memory is given back before it grows."""
+    tables = [cdlrm.Table("a", 4000, 16)]
+    record, slots, flags = 4 * 17, 1000, 4 * 4097
+    use(monkeypatch, device_bytes=int(1.5 * record * slots) + flags + 250_000)
+    where = {"store": "ram" if store == "ram" else f"file:{tmp_path}"}
+    ebc = module(tables=tables, cache_rows=slots, cache_ratio=None, **where)
+    backend = ebc.groups[0].driver.backend
+    before = backend.memory.device.now()
+    with torch.no_grad():
+        expected = module(tables=tables, device="cpu")(inputs(0, tables, 60))
+        assert torch.equal(ebc(inputs(0, tables, 60)), expected)
+    lent = ebc.groups[0].cache.slot_row.size - slots
+    assert lent == 180 and ebc.groups[0].records.rows == slots + lent
+    assert backend.most_bytes()[0] < before + record * slots
+    ebc(inputs(1, tables, 60)).sum().backward()
+    ebc.check()
+    ebc.close()
 
-    from cdlrm.driver.gpu import GpuDriver
 
-    return GpuDriver(EmulatedBackend(1, device_bytes=device_bytes), **how)
+def test_no_room_to_grow_an_empty_cache_leaves_it_as_it_was(monkeypatch: Any) -> None:
+    use(monkeypatch)
+    ebc = module()
+    backend, records = ebc.groups[0].driver.backend, ebc.groups[0].records
+    rows = records.rows
+    backend.fail_at("alloc", 2)  # the first gives the old places back
+    with pytest.raises(cdlrm.DeviceMemoryError, match="growth of the cache"), torch.no_grad():
+        ebc(inputs(0))
+    assert records.rows == rows and records.weight.nbytes == 4 * 8 * rows
+    ebc(inputs(1)).sum().backward()
+    ebc.check()
+    ebc.close()

@@ -26,7 +26,7 @@ import torch
 
 from ..errors import DeviceError, DeviceMemoryError, PinError
 from . import signatures
-from .backend import Backend, DeviceBuffer, PinnedBuffer, Traffic
+from .backend import Backend, DeviceBuffer, Gauge, PinnedBuffer, Traffic
 from .cubin import load_code
 from .pinned import CupyPinCalls, PinCalls, Pinned, host_memory, pin
 from .sources import source
@@ -69,14 +69,16 @@ class TorchBuffer(DeviceBuffer):
 class PinnedMemory(PinnedBuffer):
     """Pinned memory of its own; unpinned when it is dropped."""
 
-    def __init__(self, array: np.ndarray, pinned: Pinned, calls: PinCalls) -> None:
+    def __init__(self, array: np.ndarray, pinned: Pinned, calls: PinCalls, gauge: Gauge) -> None:
         self.array = array
         self.address = pinned.address
-        self.release = weakref.finalize(self, _release_quietly, pinned, calls)
+        gauge.add(pinned.nbytes)
+        self.release = weakref.finalize(self, _release_quietly, pinned, calls, gauge)
 
 
-def _release_quietly(pinned: Pinned, calls: PinCalls) -> None:
+def _release_quietly(pinned: Pinned, calls: PinCalls, gauge: Gauge) -> None:
     """Nobody is there to handle the error of a destructor.  After a sticky error nothing can be unpinned."""
+    gauge.give_back(pinned.nbytes)
     try:
         pinned.release(calls)
     except PinError as error:
@@ -117,6 +119,7 @@ class CudaBackend(Backend):
         self._last: dict[int, str] = {}
         self._registered: dict[int, Pinned] = {}  # by host address
         self._borders: list[int] = []
+        self._gauge = Gauge()  # of pinned memory
         self._pinned: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
 
     def _entered(self) -> Any:
@@ -211,14 +214,19 @@ class CudaBackend(Backend):
             raise self._failed("asking for the free memory", error) from error
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
+    def most_bytes(self) -> tuple[int, int]:
+        with self._entered():
+            return torch.cuda.max_memory_allocated(self.device), self._gauge.most
+
     def pinned(self, nbytes: int) -> PinnedMemory:
         array = host_memory(nbytes)
-        memory = PinnedMemory(array, pin(array, self.calls), self.calls)
+        memory = PinnedMemory(array, pin(array, self.calls), self.calls, self._gauge)
         self._pinned.add(memory)
         return memory
 
     def register(self, array: np.ndarray, progress: Any = None) -> int:
         pinned = pin(array, self.calls, progress)
+        self._gauge.add(pinned.nbytes)
         if pinned.pieces:
             with self._lock:
                 self._registered[array.ctypes.data] = pinned
@@ -231,6 +239,7 @@ class CudaBackend(Backend):
         with self._lock:
             pinned = self._registered.pop(array.ctypes.data)
             self._borders = sorted(border for each in self._registered.values() for border in each.borders())
+        self._gauge.give_back(pinned.nbytes)
         pinned.release(self.calls)
 
     def address(self, tensor: torch.Tensor) -> int:
@@ -331,4 +340,4 @@ class CudaBackend(Backend):
         for memory in list(self._pinned):
             memory.release()
         for pinned in registered:
-            _release_quietly(pinned, self.calls)
+            _release_quietly(pinned, self.calls, self._gauge)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,11 @@ from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weight
 from .calibrate import measure
 from .carrier import Staged, ZeroCopy
 from .cpu import CpuDriver
+from .foretell import Foretold, Need, foretell
 from .formulas import Formula
 from .gpu_records import GpuRecords
 from .launches import Launcher
+from .pinned import host_memory
 from .plan_arrays import add_gradient_source, add_inputs, add_segments
 from .staging import Layout, Ring
 from .verdicts import DeviceVerdict, Verdicts
@@ -67,6 +70,21 @@ class GpuDriver(Driver):
         choice = measure(self.backend, record_widths)
         self.zero_copy, self.padded = choice.zero_copy, choice.joined_records
         self._notes.append(choice.sentence)
+
+    def most_bytes(self) -> tuple[int, int]:
+        return self.backend.most_bytes()
+
+    def foretell(self, need: Need) -> Foretold:
+        return foretell(need, self.pins_tables, self.padded_width(need.dim, need.state_width))
+
+    def seconds_to_pin(self, nbytes: int) -> float:
+        if not self.pins_tables:
+            return 0.0
+        memory, started = host_memory(nbytes), time.perf_counter()
+        self.backend.register(memory)
+        seconds = time.perf_counter() - started
+        self.backend.unregister(memory)
+        return seconds
 
     def free_bytes(self) -> int:
         return self.backend.free_bytes()
