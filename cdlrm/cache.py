@@ -12,7 +12,7 @@ trainer's kernels need no pause: a plan never touches a slot that the current ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -203,7 +203,9 @@ class Cache:
         """`rows` planned slots and `places` places to lend; contents are kept."""
         size = rows + places
         slot_row, dirty = np.full(size, -1, np.int64), np.zeros(size, np.uint8)
-        spans = ((0, 0, self.rows), (rows, self.rows, self.lent))
+        spans: Sequence[tuple[int, int, int]] = ((0, 0, self.rows), (rows, self.rows, self.lent))
+        if not (self.slot_row >= 0).any():
+            spans = ()  # nothing is cached
         for to, start, count in spans:
             for new, old in ((slot_row, self.slot_row), (dirty, self.dirty)):
                 new[to : to + count] = old[start : start + count]

@@ -25,7 +25,6 @@ from .placement import check_cache_settings, choose_driver, make_groups
 from .stats import table_stats
 from .table import Table
 
-
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,6 +49,7 @@ class EmbeddingBagCollection(CachedModule):
         fresh_store: discard what the folder of `store="file:DIR"` holds (before a checkpoint is loaded).
         output_dtype: of the outputs: torch.float32, or torch.bfloat16 or torch.float16, to which the float32
             result is rounded once.  Rows, state and the gradients' sums stay float32.
+        progress: show a bar while much host memory is pinned for a GPU.
         shards: of the planner (default: from the cache size).
 
     Raises ConfigError for settings that cannot work.
@@ -70,6 +70,7 @@ class EmbeddingBagCollection(CachedModule):
         update: str = "backward",
         fresh_store: bool = False,
         output_dtype: torch.dtype = torch.float32,
+        progress: bool = True,
         shards: int | None = None,
     ) -> None:
         super().__init__(nonfinite)
@@ -81,7 +82,7 @@ class EmbeddingBagCollection(CachedModule):
         self.features = [feature for table in self.tables for feature in table.feature_names]
         groups, self.notes = make_groups(
             self.tables, _optimizers(self.tables, optimizer), cache_rows=cache_rows, cache_ratio=cache_ratio,
-            driver=choose_driver(device), store=store, strict=strict, seed=seed, shards=shards,
+            driver=choose_driver(device, progress), store=store, strict=strict, seed=seed, shards=shards,
             update=update, fresh=fresh_store,
         )  # fmt: skip
         dims = sorted({table.embedding_dim for table in self.tables})

@@ -9,6 +9,8 @@ Two things are added up.
   settings on tables cut to SMALL_ROWS rows, in this process, and its peak is taken.  That is the interpreter with
   its libraries, the window of batches read ahead, plans, the MLPs with their gradients, activations, and threads.
 
+On a GPU the same is done with its memory and with the host memory that is pinned for it: see `driver/foretell.py`.
+
 The peak is the kernel's high-water mark of resident memory (VmHWM), as in the report of a run.
 """
 
@@ -17,16 +19,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+import cdlrm
 
 from . import report as reporting
 from .config import TrainConfig
 from .data import Batch, Source
 from .datasets import Datasets, open_datasets
+from .driver.base import Driver
+from .driver.choose import choose
+from .driver.foretell import Need
+from .driver.signatures import LONG_ROW
 from .horizon import LEAST_HORIZON, horizon_for
 from .plan.planner import shards_for
 from .store import bits
@@ -37,6 +47,7 @@ COUNTED_BATCHES = 4096
 REHEARSED_BATCHES = 256
 TEST_BATCHES = 32
 HUGE, PAGE = 2 << 20, 4096
+START_ROWS, START_PINNED = 1 << 16, 64 << 20  # what start-up is measured on
 AUC_BYTES = 100  # a test sample, while the area under the curve is computed (measured)
 PIECE_ROWS = 1 << 20
 
@@ -51,6 +62,8 @@ class Layout:
     slots: int
     resident: bool
     in_file: bool
+    apart: bool = False  # the device has memory of its own
+    pinned: bool = False  # it pins the store
 
     @property
     def total_rows(self) -> int:
@@ -70,6 +83,9 @@ class Use:
     trained: np.ndarray
     rows: int
     largest: int
+    lookups: int = 0  # of the largest batch
+    long_chunks: int = 0  # of 256 lookups, of rows that more of them hit, in one batch
+    several: bool = False  # ids a bag
 
 
 def plan_memory(config: TrainConfig) -> dict[str, Any]:
@@ -82,11 +98,16 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     data = open_datasets(config, notes)
     layout = _layout(config, data.table_rows)
     small = _layout(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
-    rehearsal = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout)), data, small)
     use = count(open_datasets(config, []).train, data.table_rows)
+    peak = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout)), data, small)
+    apart = None
+    if peak.driver is not None:
+        for each in (layout, small):
+            each.apart, each.pinned = True, peak.driver.pins_tables and not each.in_file
+        apart = _on_device(config, data, peak, layout, small, use)
     everything = dataclasses.replace(use, trained=np.full(-(-layout.total_rows // 8), 255, np.uint8))
     parts = _parts(config, layout, use)
-    parts["data, MLPs and libraries"] = max(rehearsal - sum(_full(config, small).values()), 0)
+    parts["data, MLPs and libraries"] = max(peak.host - sum(_full(config, small).values()), 0)
     if config.metrics and data.test is not None:
         beyond = (data.test.rows_total or 0) - TEST_BATCHES * data.test.batch_size
         parts["metrics"] = AUC_BYTES * max(beyond, 0)
@@ -115,7 +136,10 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
         "store": config.store,
         "file_bytes": layout.total_rows * layout.record_bytes if layout.in_file else 0,
         "resident": layout.resident,
-        "notes": notes,
+        "device": peak.notes[0],
+        **(apart or {"device_parts": {}, "device_bytes": 0, "pinned_parts": {}, "pinned_bytes": 0}),
+        "start_seconds": _start(config, layout),
+        "notes": notes + peak.notes[1:],
     }
 
 
@@ -140,6 +164,7 @@ class _Cut:
 
     def __init__(self, source: Source, rows: list[int], limit: int) -> None:
         self._source, self._rows, self._limit = source, dict(zip(source.features, rows, strict=True)), limit
+        self.largest = 0  # lookups of a batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -150,7 +175,12 @@ class _Cut:
                 return
             for name, jagged in batch.sparse.items():
                 jagged.values.remainder_(self._rows[name])
+            self.largest = max(self.largest, sum(len(jagged.values) for jagged in batch.sparse.values()))
             yield batch
+
+
+def _rehearsed_slots(small: Layout) -> int:
+    return small.total_rows if small.resident else max(small.total_rows - 1, 1)
 
 
 def _horizon(config: TrainConfig, layout: Layout) -> int:
@@ -164,7 +194,19 @@ def _horizon(config: TrainConfig, layout: Layout) -> int:
     return LEAST_HORIZON
 
 
-def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> int:
+@dataclasses.dataclass
+class Peak:
+    """Of a rehearsal: host memory, and where the device has memory of its own that and pinned memory; its `driver`."""
+
+    host: int
+    notes: list[str]  # the first about the device
+    device: int = 0
+    pinned: int = 0
+    driver: Driver | None = None
+    read_only: int = 0  # lookups of the largest evaluated batch
+
+
+def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
     """Peak memory after training and evaluating some batches on small tables."""
     assert isinstance(config.horizon, int)
     steps = min(config.horizon + config.prefetch_depth + 16, REHEARSED_BATCHES)
@@ -178,7 +220,7 @@ def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> int:
     with tempfile.TemporaryDirectory(prefix="cdlrm-dry-run-") as folder:
         settings = dataclasses.replace(
             config, nepochs=1, test_freq=None, resume=False, logdir=None,
-            cache_rows=small.total_rows if small.resident else max(small.total_rows - 1, 1),
+            cache_rows=_rehearsed_slots(small),
             store=f"file:{Path(folder) / 'tables'}" if small.in_file else "ram",
             checkpoint_dir=str(Path(folder) / "kept") if config.checkpoint_dir else None, strict=False,
         )  # fmt: skip
@@ -186,9 +228,17 @@ def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> int:
         try:
             with Trainer(settings, data=cut) as trainer:
                 trainer.run()
+                driver = trainer.tables.groups[0].driver
+                most = driver.most_bytes()
         finally:
             log.setLevel(level)
-    return reporting.peak_memory_bytes()
+    told = [note for note in driver.notes() if not note.startswith("tables:")]  # which are small here
+    peak = Peak(reporting.peak_memory_bytes(), list(dict.fromkeys([choose(config.device).reason, *told])))
+    if most is not None:
+        peak.device, peak.pinned = most
+        peak.driver = driver
+        peak.read_only = test.largest if test is not None and config.metrics else 0
+    return peak
 
 
 # --- counted ---
@@ -197,7 +247,9 @@ def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> int:
 def count(source: Source, rows: list[int]) -> Use:
     """Read the ids of an epoch's batches, at most COUNTED_BATCHES, and mark the rows that they use."""
     bases = dict(zip(source.features, np.cumsum([0, *rows[:-1]]), strict=True))
-    trained, largest, batches, complete = np.zeros(-(-sum(rows) // 8), np.uint8), 0, 0, True
+    trained, batches, complete = np.zeros(-(-sum(rows) // 8), np.uint8), 0, True
+    largest = lookups = chunks = 0
+    several = False
     for batch in source:
         if batches == COUNTED_BATCHES:
             complete = False
@@ -205,9 +257,13 @@ def count(source: Source, rows: list[int]) -> Use:
         ids = np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
         bits.mark(trained, trained, ids)
         if batches < REHEARSED_BATCHES:  # the largest of some is near the largest of all
-            largest = max(largest, int(np.unique(ids).size))
+            hits = np.unique(ids, return_counts=True)[1]
+            largest, lookups = max(largest, hits.size), max(lookups, ids.size)
+            chunks = max(chunks, int((-(-hits[hits > LONG_ROW] // LONG_ROW)).sum()))
+            several = several or any(jagged.offsets is not None for jagged in batch.sparse.values())
         batches += 1
-    return Use(batches, complete, trained, int(np.bitwise_count(trained).sum()), largest)
+    used = int(np.bitwise_count(trained).sum())
+    return Use(batches, complete, trained, used, largest, lookups, chunks, several)
 
 
 def _pages(trained: np.ndarray, lo: int, hi: int, row_bytes: int, page: int) -> int:
@@ -226,6 +282,77 @@ def _pages(trained: np.ndarray, lo: int, hi: int, row_bytes: int, page: int) -> 
     return found
 
 
+# --- on a device with memory of its own ---
+
+
+def _on_device(
+    config: TrainConfig, data: Datasets, peak: Peak, layout: Layout, small: Layout, use: Use
+) -> dict[str, Any]:
+    """`device_parts`, `device_bytes`, `pinned_parts`, `pinned_bytes`: computed for these tables; what a rehearsal on
+    small ones had besides its own is the rest."""
+    assert peak.driver is not None
+    ids = count(_Cut(open_datasets(config, []).train, small.rows, REHEARSED_BATCHES), small.rows)  # type: ignore[arg-type]
+    small = dataclasses.replace(small, slots=_rehearsed_slots(small))
+    full = peak.driver.foretell(_need(config, data, layout, use, peak))
+    cut = peak.driver.foretell(_need(dataclasses.replace(config, resume=False), data, small, ids, peak))
+    assert full is not None and cut is not None
+    found: dict[str, Any] = {}
+    for name, most, parts, own in (
+        ("device", peak.device, full.device, cut.device), ("pinned", peak.pinned, full.pinned, cut.pinned)
+    ):  # fmt: skip
+        parts = {part: size for part, size in parts.items() if size}
+        parts["MLPs, activations and inputs" if name == "device" else "inputs"] = max(most - sum(own.values()), 0)
+        if name == "device" and (more := full.last - max(most - sum(own.values()), 0)) > 0:
+            parts["ring slots, when rows are written home"] = more
+        found |= {f"{name}_parts": parts, f"{name}_bytes": sum(parts.values())}
+    return found
+
+
+def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: Peak) -> Need:
+    changed = min(layout.slots, use.rows)
+    if config.checkpoint_every is not None:
+        changed = min(changed, config.checkpoint_every * use.largest)
+    return Need(
+        tables=len(layout.rows), rows=layout.total_rows, dim=layout.weight_bytes // 4,
+        state_width=layout.state_bytes // 4, slots=max(layout.slots, use.largest), resident=layout.resident,
+        in_file=layout.in_file, prefetch_depth=config.prefetch_depth, batch_size=config.mini_batch_size,
+        features=len(data.features), lookups=use.lookups, distinct=use.largest, long_chunks=use.long_chunks,
+        several=use.several, mean=config.pooling == "mean", written=changed, read_only=peak.read_only,
+        counts_steps=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).counts_steps,
+        growing=layout.slots < use.largest or (config.resume and peak.read_only > 0),
+        saves=config.checkpoint_every is not None,
+    )  # fmt: skip
+
+
+def _start(config: TrainConfig, layout: Layout) -> dict[str, float]:
+    """Seconds before the first step, by what takes them: rates measured here, on a part of the tables."""
+    seconds: dict[str, float] = {}
+    if not (layout.resident or layout.pinned):
+        return seconds
+    rows, dim = min(layout.total_rows, START_ROWS), layout.weight_bytes // 4
+    began = time.perf_counter()
+    tables = cdlrm.EmbeddingBagCollection(
+        [cdlrm.Table("rows", rows, dim)], cache_ratio=1.0, device=config.device, progress=False,
+        optimizer=TABLE_OPTIMIZERS[config.optimizer](lr=1.0),
+    )  # fmt: skip
+    group = tables.groups[0]
+    if not group.in_place:
+        for _ in range(2):  # the first compiles kernels
+            began = time.perf_counter()
+            group.cache.refresh()  # as rows are filled at the start
+            with torch.no_grad():
+                tables({"rows": torch.zeros(1, dtype=torch.int64, device="cpu")}).cpu()
+    filling = time.perf_counter() - began
+    if layout.resident:
+        seconds["filling the resident rows"] = filling * layout.total_rows / rows
+    if layout.pinned:
+        pinning = group.driver.seconds_to_pin(START_PINNED)
+        size = layout.total_rows * layout.record_bytes
+        seconds[f"pinning the tables, at {START_PINNED / 1e9 / pinning:.1f} GB/s"] = pinning * size / START_PINNED
+    tables.close()
+    return seconds
+
+
 # --- computed ---
 
 
@@ -242,7 +369,7 @@ def _store_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
     """Memory of the records of the rows [lo, hi)."""
     if layout.in_file:
         return 0
-    if layout.resident:
+    if layout.pinned or (layout.resident and not layout.apart):
         return (hi - lo) * layout.record_bytes
     page = HUGE if _huge("always") else PAGE
     return sum(page * _pages(use.trained, lo, hi, size, page) for size in (layout.weight_bytes, layout.state_bytes))
@@ -252,7 +379,7 @@ def _row_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
     """Memory of what is known of each of the rows [lo, hi)."""
     flags = (hi - lo) // 4  # trained, changed: a bit each
     if layout.resident:
-        return flags + 4 * (hi - lo)  # stamps
+        return flags + (4 + 9 * layout.apart) * (hi - lo)  # stamps; rows of the slots, and which are dirty
     page = HUGE if _huge("madvise") else PAGE  # NumPy asks for huge pages
     return flags + sum(min(page * _pages(use.trained, lo, hi, size, page), size * (hi - lo)) for size in (8, 4))
 
@@ -265,12 +392,12 @@ def _parts(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:
     slots = max(layout.slots, use.largest)
     # the first evaluation makes room for its rows behind the cache, and that writes all of it
     filled = slots if config.metrics else min(slots, use.rows)
-    parts["cache"] = filled * layout.record_bytes
+    parts["cache"] = 0 if layout.apart else filled * layout.record_bytes
     order = 6 * slots  # of last use, written as far as rows were used
     parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 4 * use.batches * use.largest)
     parts["moving"] = 12 * min(slots, use.rows)  # lists of what is written at the end
     if slots > layout.slots or (config.resume and config.metrics):
-        parts["cache, while it grows"] = filled * layout.record_bytes
+        parts["cache, while it grows"] = parts["cache"]
     return parts
 
 
@@ -291,6 +418,20 @@ def _tables(layout: Layout, use: Use, features: list[str]) -> list[dict[str, Any
     ]  # fmt: skip
 
 
+def _apart(plan: dict[str, Any]) -> list[str]:
+    """Memory of a device of its own, pinned memory, and what takes time before the first step."""
+    lines = []
+    for title, name in (("Memory of the device", "device"), ("Pinned, of the host's memory", "pinned")):
+        if plan[f"{name}_parts"]:
+            lines.append(title)
+            parts = {**plan[f"{name}_parts"], "total, at the peak": plan[f"{name}_bytes"]}
+            lines += [f"  {part:<36}{reporting.size(size):>14}" for part, size in parts.items()]
+    if plan["start_seconds"]:
+        lines.append("Start-up, seconds (measured here on a part of the tables)")
+        lines += [f"  {what:<46}{seconds:>6.1f}" for what, seconds in plan["start_seconds"].items()]
+    return lines
+
+
 def render_plan(plan: dict[str, Any]) -> str:
     """The plan as text."""
     size = reporting.size
@@ -306,6 +447,7 @@ def render_plan(plan: dict[str, Any]) -> str:
     lines.append(f"  {'total, at the peak':<36}{size(plan['total_bytes']):>14}")
     if plan["most_bytes"] > plan["total_bytes"]:
         lines.append(f"  {'total, if every row is used':<36}{size(plan['most_bytes']):>14}")
+    lines += _apart(plan)
     if plan["file_bytes"]:
         lines.append(f"On disk, at most: {size(plan['file_bytes'])} in {plan['store']}")
     where = "all resident" if plan["resident"] else f"{plan['cache_rows']:,} of them cached"
@@ -313,6 +455,5 @@ def render_plan(plan: dict[str, Any]) -> str:
         f"{plan['rows']:,} rows of {plan['record_bytes']} bytes, {where}; {plan['rows_used']:,} are used by the "
         f"{plan['batches_counted']:,} batches counted."
     )
-    if plan["notes"]:
-        lines += ["Chosen automatically", *(f"  - {sentence}" for sentence in plan["notes"])]
+    lines += ["Chosen automatically", *(f"  - {sentence}" for sentence in [plan["device"], *plan["notes"]])]
     return "\n".join(lines)

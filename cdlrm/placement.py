@@ -42,10 +42,13 @@ DRIVERS: dict[str, Callable[[Chosen], Driver]] = {"cpu": lambda chosen: CpuDrive
 """How the driver of each kind of device is made."""
 
 
-def choose_driver(device: str | torch.device | None) -> Driver:
-    """The driver of `device`; see `cdlrm.driver.choose`.  Raises ConfigError for one that does not exist here."""
+def choose_driver(device: str | torch.device | None, progress: bool = True) -> Driver:
+    """The driver of `device`; see `cdlrm.driver.choose`.  Raises ConfigError for one that does not exist here.
+    `progress`: it may show a bar at work that takes seconds."""
     chosen = choose(device)
-    return DRIVERS[chosen.kind](chosen)
+    driver = DRIVERS[chosen.kind](chosen)
+    driver.progress = progress
+    return driver
 
 
 def split_groups(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[list[int]]:

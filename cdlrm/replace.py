@@ -22,7 +22,7 @@ _KINDS = (nn.Embedding, nn.EmbeddingBag)
 class Replacement:
     """What `replace_embeddings` did: `modules` (path -> new module), `optimizer`, `undo()`, `close()`."""
 
-    def __init__(self, model: nn.Module, modules: dict[str, CachedModule], originals: dict[str, nn.Module],
+    def __init__(self, model: nn.Module, modules: dict[str, CachedModule], originals: dict[str, Any],
                  optimizer: FusedOptimizer) -> None:  # fmt: skip
         self.model, self.modules, self.optimizer = model, modules, optimizer
         self._originals = originals
@@ -31,7 +31,7 @@ class Replacement:
         """Put the original modules back, with the rows as trained, and close ours."""
         for path, original in self._originals.items():
             values = self.modules[path].table_weight(path)
-            original.weight.data = values.to(original.weight.device)
+            original.weight.data = values.to(original.weight.data.device)
             _swap(self.model, self.modules[path], original)
         self.close()
 
@@ -62,8 +62,9 @@ def replace_embeddings(
     Tables of equal dim and optimizer share one group, one cache and one plan, whatever their number.
     `optimizer`: one specification for all, or a mapping module path -> specification.  `min_rows`: only
     tables with at least so many rows; `skip`: paths to leave alone.  `device`: "auto" is where the rows that are
-    replaced live now.  The other arguments are those of `EmbeddingBagCollection`.  The model's own optimizer should be made afterwards (or must not hold the
-    replaced weights): rows are updated in the backward pass.  `Replacement.undo()` restores torch's modules.
+    replaced live now.  The other arguments are those of `EmbeddingBagCollection`.  The model's own optimizer
+    should be made afterwards (or must not hold the replaced weights): rows are updated in the backward pass.
+    `Replacement.undo()` restores torch's modules.
 
     Raises ConfigError, before anything is changed, when there is nothing to replace or a module cannot
     be (max_norm, scale_grad_by_freq, mode "max", other dtypes, tied weights, several devices), naming it.

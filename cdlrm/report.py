@@ -49,6 +49,14 @@ def cache_section(stats: Mapping[str, Any]) -> dict[str, Any]:
     return section
 
 
+def memory_section(most: tuple[int, int] | None) -> dict[str, int]:
+    """Peaks of this process; `most`: those of a device's memory and of pinned memory, None: it has none."""
+    section = {"peak_bytes": peak_memory_bytes()}
+    if most is not None:
+        section |= {"device_peak_bytes": most[0], "pinned_peak_bytes": most[1]}
+    return section
+
+
 def jsonable(value: Any) -> Any:
     """The same value with NaN and infinity as None, which JSON has no word for."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -84,7 +92,11 @@ def render(report: Mapping[str, Any]) -> str:
     lines += _tables(report["tables"])
     lines += ["Time, seconds (reading, planning and copying overlap with computing)"]
     lines += [_row(name.replace("_", " "), f"{seconds:.2f}") for name, seconds in report["seconds"].items()]
-    lines += ["Memory", _row("peak", size(report["memory"]["peak_bytes"]))]
+    memory = report["memory"]
+    lines += ["Memory", _row("peak", size(memory["peak_bytes"]))]
+    if "device_peak_bytes" in memory:
+        lines.append(_row("of the device", size(memory["device_peak_bytes"])))
+        lines.append(_row("pinned", size(memory["pinned_peak_bytes"])))
     if report["checkpoint"] is not None:
         written = report["checkpoint"]["newest"] or "none: the run was stopped in the middle of a step"
         lines += ["Checkpoint", _row("newest", written)]

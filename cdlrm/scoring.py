@@ -55,7 +55,7 @@ class Scorer:
         self.source, self.labelled = _open(config, trained, extra["data"], rows, labels)
         settings = dataclasses.replace(
             trained, cache_rows=_slots(config, trained, sum(rows)), store=config.store, device=config.device,
-            checkpoint_dir=None, checkpoint_every=None, resume=False, logdir=None,
+            progress=config.progress, checkpoint_dir=None, checkpoint_every=None, resume=False, logdir=None,
         )  # fmt: skip
         data = Datasets(self.source, None, self.source.features, self.source.num_dense, rows)
         self.chosen: list[str] = []

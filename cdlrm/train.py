@@ -358,7 +358,7 @@ class Trainer:
                 "checkpoint": measured["checkpoint"],
             },
             "checkpoint": None if self.checkpoints is None else self.checkpoints.facts(),
-            "memory": {"peak_bytes": reporting.peak_memory_bytes()},
+            "memory": reporting.memory_section(self.tables.groups[0].driver.most_bytes()),
             "data": self.data.counters(),
             "chosen": self.chosen + ([self._horizon_why] if self._horizon_why else []),
             "config": self.config.to_mapping(),
@@ -391,6 +391,7 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
         strict=config.strict,
         seed=config.seed,
         nonfinite=config.nonfinite,
+        progress=config.progress,
         fresh_store=config.resume,  # the checkpoint says what the rows are
     )
     chosen.extend(collection.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,32 @@ class FakeNvrtc:
         self.programs[program] = []
 
 
+class Devices(threading.local):
+    """The GPU that each thread has entered; without one, whatever is called makes a context on GPU 0."""
+
+    def __init__(self) -> None:
+        self.entered: list[int] = []
+
+    def check(self) -> None:
+        assert self.entered, "a call outside of the device"
+
+
+DEVICES = Devices()
+
+
+class FakeDevice:
+    """torch.cuda.device."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        DEVICES.entered.append(self.index)
+
+    def __exit__(self, *error: object) -> None:
+        DEVICES.entered.pop()
+
+
 class FakeCuda:
     """CuPy's calls, recorded; `error` is raised by the next one."""
 
@@ -80,26 +107,15 @@ class FakeCuda:
         self.live: dict[int, int] = {}
         self.nvrtc = FakeNvrtc()
         self.runtime = self
-        self.devices: list[int] = []
+        self.devices: set[int] = set()  # on which calls were made
 
     def _do(self, *call: Any) -> None:
-        assert self.devices, "a call outside of the device"
+        DEVICES.check()
+        self.devices.add(DEVICES.entered[-1])
         if self.error is not None:
             error, self.error = self.error, None
             raise error
         self.calls.append(call)
-
-    def Device(self, index: int) -> Any:
-        cuda = self
-
-        class Device:
-            def __enter__(self) -> None:
-                cuda.devices.append(index)
-
-            def __exit__(self, *error: object) -> None:
-                cuda.devices.pop()
-
-        return Device()
 
     def ExternalStream(self, pointer: int, index: int) -> Any:
         return SimpleNamespace(ptr=pointer, device_id=index)
@@ -143,6 +159,7 @@ class FakeEvent:
         self.timed, self.stream = enable_timing, None
 
     def _do(self) -> None:
+        DEVICES.check()
         if FakeEvent.error is not None:
             error, FakeEvent.error = FakeEvent.error, None
             raise error
@@ -159,6 +176,7 @@ class FakeEvent:
         self._do()
 
     def elapsed_time(self, other: FakeEvent) -> float:
+        DEVICES.check()
         assert self.timed and other.timed
         return 1.5
 
@@ -178,6 +196,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
     for name, value in {
         "Event": FakeEvent,
         "Stream": FakeStream,
+        "device": FakeDevice,
         "current_stream": lambda device: current,
         "get_device_capability": lambda device: (9, 0),
         "mem_get_info": lambda device: (1000, 5000),

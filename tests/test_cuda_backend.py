@@ -9,6 +9,7 @@ import gc
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import ILLEGAL, INVALID, CudaError, FakeCuda, FakeEvent, FakeStream, pretend_cuda
+from fake_cuda import DEVICES, ILLEGAL, INVALID, CudaError, FakeCuda, FakeEvent, FakeStream, pretend_cuda
 
 from cdlrm.driver import pinned, signatures
 from cdlrm.driver.cuda import STICKY, CudaBackend
@@ -132,6 +133,52 @@ def test_a_copy_does_not_cross_pieces_that_were_registered_apart(
     assert backend.traffic.copies == {"h2d": 2, "d2h": 2}
     backend.unregister(table)
     assert not cuda.live and not backend._borders
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_every_call_enters_the_device_in_any_thread(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    """A thread begins on GPU 0, and nothing of ours tells it otherwise (the fakes refuse calls outside)."""
+    empty = torch.empty
+
+    def on_cpu(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        DEVICES.check()
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", on_cpu)
+    backend = CudaBackend(index, SimpleNamespace(cuda=cuda))
+    first, last, table = FakeStream(pointer=1), FakeStream(pointer=2), pinned.host_memory(5000)
+
+    def work() -> None:
+        backend.launch("evict", (4,), 1, some_args("evict"), first)
+        begin, event = backend.record_timed(first), backend.record_timed(first)
+        backend.wait(last, event)
+        backend.copy(1, 2, 64, "h2d", last)
+        backend.clear(1, 64, last)
+        assert backend.is_done(event) and backend.elapsed_ms(begin, event) == 1.5
+        backend.synchronize(event, "test")
+        backend.alloc(10)
+        backend.output((3,), torch.float32)
+        backend.free_bytes()
+        backend.pinned(100)
+        backend.register(table)
+        backend.unregister(table)
+        gc.collect()
+
+    failures: list[BaseException] = []
+
+    def thread() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    helper = threading.Thread(target=thread)
+    helper.start()
+    helper.join()
+    assert not failures and cuda.devices == {index} and not DEVICES.entered
+    backend.close()
 
 
 # --- memory ---

@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated import Emulated, use
+from emulator.compile import compiler
 
 from cdlrm import memory_plan
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
-from cdlrm.memory_plan import HUGE, PAGE, count
+from cdlrm.memory_plan import HUGE, PAGE, count, plan_memory, render_plan
+from cdlrm.report import render
+from cdlrm.train import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ["--synthetic-rows", "4000000-3000000-2000000-100000-1000", "--num-batches", "24", "--horizon", "8"]
@@ -86,3 +90,59 @@ def test_wrong_flags_are_noticed_by_the_dry_run_too(capsys: pytest.CaptureFixtur
     assert "none.orc" in capsys.readouterr().err
     assert main(["train", "--dry-run", "--arch-mlp-bot", "7-8-16"]) == 2
     assert "13 dense columns" in capsys.readouterr().err
+
+
+# --- on a GPU ---
+
+ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
+    "zero copy": (True, {"optimizer": "rowwise-adagrad"}),
+    "staged": (False, {"optimizer": "sgd"}),
+    "staged, saved often": (False, {"optimizer": "sgd", "checkpoint_every": 2, "metrics": False}),
+    "counted steps": (False, {"optimizer": "adam", "cache_ratio": 0.3, "metrics": False, "prefetch_depth": 2}),
+    "resident": (True, {"optimizer": "adagrad", "cache_ratio": 1.0}),
+    "several ids": (True, {"synthetic_multi_hot": 3, "pooling": "mean", "num_batches": 6}),
+    "a cache that grows": (True, {"cache_rows": 200, "metrics": False}),
+    "file": (False, {"store": "file:tables", "metrics": False}),
+}
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated GPU cannot compile kernels")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_real_device_and_pinned_bytes_agree_within_5_percent(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero_copy, changes = ON_GPU[name]
+    monkeypatch.chdir(tmp_path)
+    use(monkeypatch, check=False, compare=0)
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver if zero_copy else Emulated.staged_driver)
+    if "checkpoint_every" in changes:
+        changes = {**changes, "checkpoint_dir": str(tmp_path / "kept")}
+    settings = {
+        "synthetic_rows": "200000-100000-5000-300", "mini_batch_size": 512, "test_mini_batch_size": 2048,
+        "num_batches": 10, "arch_mlp_bot": "13-16-16", "arch_mlp_top": "8-1", "horizon": 4, **changes,
+    }  # fmt: skip
+    config = TrainConfig(**settings)
+    plan = plan_memory(config)
+    with Trainer(config) as trainer:
+        report = trainer.run()
+        device, pinned = trainer.tables.groups[0].driver.most_bytes() or (0, 0)
+    assert (report["memory"]["device_peak_bytes"], report["memory"]["pinned_peak_bytes"]) == (device, pinned)
+    if name == "a cache that grows":  # whether an output is alive in that moment is a matter of threads
+        assert device <= 1.05 * plan["device_bytes"] and plan["device_bytes"] < 1.3 * device
+    else:
+        assert plan["device_bytes"] == pytest.approx(device, rel=0.05)
+    assert plan["pinned_bytes"] == pytest.approx(pinned, rel=0.05)
+    assert plan["device_bytes"] == sum(plan["device_parts"].values())
+    text = render_plan(plan)
+    assert "Memory of the device" in text and "device: cpu" in text
+    assert any(what.startswith("pinning the tables, at ") for what in plan["start_seconds"]) == zero_copy
+    assert ("filling the resident rows" in plan["start_seconds"]) == (changes.get("cache_ratio") == 1.0)
+    assert all(seconds > 0 for seconds in plan["start_seconds"].values())
+    assert ("pinned" in render(report)) and "device" in text
+
+
+def test_no_device_memory_on_the_cpu() -> None:
+    plan = plan_memory(TrainConfig(synthetic_rows="300-50-7", mini_batch_size=64, num_batches=5, cache_ratio=1.0))
+    assert plan["device_bytes"] == plan["pinned_bytes"] == 0 and plan["device_parts"] == {}
+    assert list(plan["start_seconds"]) == ["filling the resident rows"]
+    assert "Memory of the device" not in render_plan(plan) and "device: cpu" in render_plan(plan)

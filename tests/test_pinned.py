@@ -184,3 +184,20 @@ def test_memory_is_as_large_as_asked_not_a_power_of_two() -> None:
     before = address_space()
     memory = host_memory(160 << 20)
     assert abs(address_space() - before - memory.nbytes) < 8 << 20
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_bar_shows_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shown: bool
+) -> None:
+    memory = host_memory(10 * PAGE)
+    for seconds in (1e9, 0.0):
+        monkeypatch.setattr(pinned, "BAR_SECONDS", seconds)
+        with pinned.PinBar(20 * PAGE, shown) as bar:
+            for _ in range(2):
+                pin(memory, Calls(), bar.told, piece_bytes=4 * PAGE)
+                bar.next()
+        assert bar._done == 20 * PAGE
+        told = capsys.readouterr().err
+        assert ("pinning the tables" in told) == (shown and seconds == 0.0)
+        assert "100%" in told or not told

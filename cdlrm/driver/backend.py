@@ -7,8 +7,9 @@ on a stream and return at once, except `synchronize`.  Addresses are plain integ
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,34 @@ class Traffic:
     copies: Counter[str] = field(default_factory=Counter)  # by kind: h2d, d2h, d2d
     copied_bytes: Counter[str] = field(default_factory=Counter)  # by kind
     synchronizations: Counter[str] = field(default_factory=Counter)  # by reason
+
+
+class Gauge:
+    """Bytes that are in use, and the most (`most`) that were at once; called by any thread."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+        self._given_back: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._settle()
+            self._now += nbytes
+            self.most = max(self.most, self._now)
+
+    def give_back(self, nbytes: int) -> None:
+        """Takes no lock: a finalizer may run in the middle of anything."""
+        self._given_back.append(nbytes)
+
+    def now(self) -> int:
+        with self._lock:
+            self._settle()
+            return self._now
+
+    def _settle(self) -> None:
+        while self._given_back:
+            self._now -= self._given_back.popleft()
 
 
 class DeviceBuffer(ABC):
@@ -100,6 +129,11 @@ class Backend(ABC):
     @abstractmethod
     def free_bytes(self) -> int:
         """Device memory that may still be allocated."""
+
+    @abstractmethod
+    def most_bytes(self) -> tuple[int, int]:
+        """The most bytes of device memory, and of pinned host memory, that were in use at once.  On a device that
+        torch uses too, its memory counts."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> PinnedBuffer:

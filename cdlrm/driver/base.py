@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..step import Call
     from ..store import Store
     from .cpu import CpuDriver
+    from .foretell import Foretold, Need
 
 
 @dataclass
@@ -96,7 +97,8 @@ class Records(ABC):
 
     @abstractmethod
     def resize(self, rows: int, spans: Sequence[tuple[int, int, int]]) -> None:
-        """`rows` places; for each span (to, start, count) the records from `start` on are kept at `to`."""
+        """`rows` places; for each span (to, start, count) the records from `start` on are kept at `to`.  Without spans
+        the old places may go before the new ones are there."""
 
     def set_depth(self, depth: int) -> None:  # noqa: B027
         """How many batches ahead plans are executed."""
@@ -180,6 +182,8 @@ class Driver(ABC):
     name: str
     device: torch.device  # of outputs, gradients and anchors
     in_place: bool  # resident rows are trained where the store keeps them
+    pins_tables: bool = False  # it will pin the memory of stores, which must share no page with anything else
+    progress: bool = True  # show how far work is that takes seconds
     dead: bool = False  # an error that it cannot recover from: it does nothing any more
     host: CpuDriver  # for work on the host: segments, copies
 
@@ -218,6 +222,19 @@ class Driver(ABC):
     def notes(self) -> list[str]:
         """What was chosen automatically, and why."""
         return []
+
+    def most_bytes(self) -> tuple[int, int] | None:
+        """The most bytes of device memory and of pinned host memory in use at once; None: it has no memory of its
+        own."""
+        return None
+
+    def foretell(self, need: Need) -> Foretold | None:
+        """What a run will use of them that depends on `need`; None as for `most_bytes`."""
+        return None
+
+    def seconds_to_pin(self, nbytes: int) -> float:
+        """How long pinning so much host memory takes: it is tried.  0: tables are not pinned."""
+        return 0.0
 
     def poll(self) -> None:  # noqa: B027
         """Raise what the device has reported since; never waits."""

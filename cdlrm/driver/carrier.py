@@ -9,15 +9,17 @@ is needed again or the slot is.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import DeviceError, PinError
+from ..errors import DeviceError
 from ..store import bits
 from ..store.ram import RamStore
 from .backend import Backend, Stream
+from .pinned import PinBar
 from .staging import Layout, Ring, Slot
 
 if TYPE_CHECKING:
@@ -27,23 +29,34 @@ log = logging.getLogger("cdlrm")
 
 
 class ZeroCopy:
-    """Kernels reach the store's arrays.  Raises PinError where they cannot be pinned."""
+    """Kernels reach the store's arrays.  Raises PinError where they cannot be pinned.
+
+    `progress`: show how far pinning is, if it takes seconds.  `sentence`: what was pinned and how fast.
+    """
 
     staged = 0
 
-    def __init__(self, backend: Backend, store: RamStore, transfer: Stream) -> None:
+    def __init__(self, backend: Backend, store: RamStore, transfer: Stream, progress: bool = True) -> None:
         self.backend, self.store = backend, store
         self._arrays = store.memory()
         self._addresses: list[int] = []
+        nbytes, started = sum(array.nbytes for array in self._arrays), time.perf_counter()
         try:
-            for array in self._arrays:
-                self._addresses.append(backend.register(array))
-        except PinError:
+            with PinBar(nbytes, progress) as bar:
+                for array in self._arrays:
+                    self._addresses.append(backend.register(array, bar.told))
+                    bar.next()
+        except BaseException:
             for array, _ in zip(self._arrays, self._addresses, strict=False):
                 backend.unregister(array)
             raise
         # Memory must not be freed while it is pinned, also when a module is dropped without `close`.
         self._release = weakref.finalize(self, _unpin, backend, transfer, self._arrays)
+        seconds = max(time.perf_counter() - started, 1e-9)
+        self.sentence = (
+            f"tables: {nbytes / 2**30:.2f} GiB of host memory were pinned in {seconds:.1f} s, "
+            f"{nbytes / 1e9 / seconds:.1f} GB/s."
+        )
         self.weight = self._addresses[0]
         self.state = self._addresses[-1] + (4 * store.dim if len(self._arrays) == 1 else 0)
 

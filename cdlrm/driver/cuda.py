@@ -6,6 +6,8 @@ bytes twice.  Kernels are compiled by NVRTC when they are first launched (`cubin
 
 CUDA reports a failed kernel or copy at some later call.  So each stream remembers what was issued last, and an
 error names it.  Some errors are sticky: the device does nothing more in this process.
+
+Threads that call know nothing of devices, so every call enters its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 
 from ..errors import DeviceError, DeviceMemoryError, PinError
 from . import signatures
-from .backend import Backend, DeviceBuffer, PinnedBuffer, Traffic
+from .backend import Backend, DeviceBuffer, Gauge, PinnedBuffer, Traffic
 from .cubin import load_code
 from .pinned import CupyPinCalls, PinCalls, Pinned, host_memory, pin
 from .sources import source
@@ -67,14 +69,16 @@ class TorchBuffer(DeviceBuffer):
 class PinnedMemory(PinnedBuffer):
     """Pinned memory of its own; unpinned when it is dropped."""
 
-    def __init__(self, array: np.ndarray, pinned: Pinned, calls: PinCalls) -> None:
+    def __init__(self, array: np.ndarray, pinned: Pinned, calls: PinCalls, gauge: Gauge) -> None:
         self.array = array
         self.address = pinned.address
-        self.release = weakref.finalize(self, _release_quietly, pinned, calls)
+        gauge.add(pinned.nbytes)
+        self.release = weakref.finalize(self, _release_quietly, pinned, calls, gauge)
 
 
-def _release_quietly(pinned: Pinned, calls: PinCalls) -> None:
+def _release_quietly(pinned: Pinned, calls: PinCalls, gauge: Gauge) -> None:
     """Nobody is there to handle the error of a destructor.  After a sticky error nothing can be unpinned."""
+    gauge.give_back(pinned.nbytes)
     try:
         pinned.release(calls)
     except PinError as error:
@@ -115,7 +119,16 @@ class CudaBackend(Backend):
         self._last: dict[int, str] = {}
         self._registered: dict[int, Pinned] = {}  # by host address
         self._borders: list[int] = []
+        self._gauge = Gauge()  # of pinned memory
         self._pinned: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
+
+    def _entered(self) -> Any:
+        """Around every call of CUDA: any thread may make it, and the device that a thread begins with is GPU 0.
+
+        torch's way back to the thread's own device makes no context there (CuPy's does, since CUDA 12's
+        cudaSetDevice makes one, which takes hundreds of megabytes of a GPU that nobody asked for).
+        """
+        return torch.cuda.device(self._index)
 
     # --- streams and events ---
 
@@ -136,20 +149,23 @@ class CudaBackend(Backend):
         event = torch.cuda.Event(enable_timing=timed)
         last = self._last.get(stream.cuda_stream, "nothing of cdlrm's")
         try:
-            event.record(stream)
+            with self._entered():
+                event.record(stream)
         except RuntimeError as error:
             raise self._failed("recording an event", error, last) from error
         return CudaEvent(event, last)
 
     def wait(self, stream: torch.cuda.Stream, event: CudaEvent) -> None:
         try:
-            stream.wait_event(event.event)
+            with self._entered():
+                stream.wait_event(event.event)
         except RuntimeError as error:
             raise self._failed("ordering two streams", error, event.last) from error
 
     def is_done(self, event: CudaEvent) -> bool:
         try:
-            return bool(event.event.query())
+            with self._entered():
+                return bool(event.event.query())
         except RuntimeError as error:
             raise self._failed("asking for an event", error, event.last) from error
 
@@ -157,12 +173,14 @@ class CudaBackend(Backend):
         with self._lock:
             self.traffic.synchronizations[reason] += 1
         try:
-            event.event.synchronize()
+            with self._entered():
+                event.event.synchronize()
         except RuntimeError as error:
             raise self._failed(f"waiting for the device ({reason})", error, event.last) from error
 
     def elapsed_ms(self, first: CudaEvent, last: CudaEvent) -> float:
-        return float(first.event.elapsed_time(last.event))
+        with self._entered():
+            return float(first.event.elapsed_time(last.event))
 
     def hand_over(self, stream: torch.cuda.Stream) -> None:
         pass  # torch's own stream orders it
@@ -177,7 +195,8 @@ class CudaBackend(Backend):
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            with self._entered():
+                return torch.empty(shape, dtype=dtype, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"{self.device} has no room for {nbytes:,} bytes more: {self.free_bytes():,} bytes are free; use a "
@@ -189,19 +208,25 @@ class CudaBackend(Backend):
     def free_bytes(self) -> int:
         """What CUDA has free, and what torch's allocator holds unused."""
         try:
-            free, _ = torch.cuda.mem_get_info(self.device)
+            with self._entered():
+                free, _ = torch.cuda.mem_get_info(self.device)
         except RuntimeError as error:
             raise self._failed("asking for the free memory", error) from error
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
+    def most_bytes(self) -> tuple[int, int]:
+        with self._entered():
+            return torch.cuda.max_memory_allocated(self.device), self._gauge.most
+
     def pinned(self, nbytes: int) -> PinnedMemory:
         array = host_memory(nbytes)
-        memory = PinnedMemory(array, pin(array, self.calls), self.calls)
+        memory = PinnedMemory(array, pin(array, self.calls), self.calls, self._gauge)
         self._pinned.add(memory)
         return memory
 
     def register(self, array: np.ndarray, progress: Any = None) -> int:
         pinned = pin(array, self.calls, progress)
+        self._gauge.add(pinned.nbytes)
         if pinned.pieces:
             with self._lock:
                 self._registered[array.ctypes.data] = pinned
@@ -214,6 +239,7 @@ class CudaBackend(Backend):
         with self._lock:
             pinned = self._registered.pop(array.ctypes.data)
             self._borders = sorted(border for each in self._registered.values() for border in each.borders())
+        self._gauge.give_back(pinned.nbytes)
         pinned.release(self.calls)
 
     def address(self, tensor: torch.Tensor) -> int:
@@ -228,7 +254,7 @@ class CudaBackend(Backend):
             return
         what = f"a copy ({kind}, {nbytes:,} bytes)"
         try:
-            with self._cupy.cuda.Device(self._index):
+            with self._entered():
                 for at, size in self._parts(source if kind == "h2d" else target, nbytes):
                     self._runtime.memcpyAsync(
                         target + at, source + at, size, self._runtime.memcpyDefault, stream.cuda_stream
@@ -252,7 +278,7 @@ class CudaBackend(Backend):
             return
         what = f"a clear ({nbytes:,} bytes)"
         try:
-            with self._cupy.cuda.Device(self._index):
+            with self._entered():
                 self._runtime.memsetAsync(target, 0, nbytes, stream.cuda_stream)
         except RuntimeError as error:
             raise self._failed(f"issuing {what}", error, self._last.get(stream.cuda_stream)) from error
@@ -267,7 +293,7 @@ class CudaBackend(Backend):
             raise DeviceError(f"kernel {kernel}: a grid of {grid:,} blocks is more than CUDA's {MAX_GRID:,}.")
         what = f"kernel {signatures.expression(kernel, variant)}"
         try:
-            with self._cupy.cuda.Device(self._index):
+            with self._entered():
                 function = self._kernels.get((kernel, variant)) or self._load(kernel, variant)
                 function((grid,), (signatures.BLOCK_THREADS,), args, stream=self._cupy_stream(stream.cuda_stream))
         except RuntimeError as error:
@@ -314,4 +340,4 @@ class CudaBackend(Backend):
         for memory in list(self._pinned):
             memory.release()
         for pinned in registered:
-            _release_quietly(pinned, self.calls)
+            _release_quietly(pinned, self.calls, self._gauge)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,11 @@ from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weight
 from .calibrate import Choice, measure
 from .carrier import Staged, ZeroCopy
 from .cpu import CpuDriver
+from .foretell import Foretold, Need, foretell
 from .formulas import Formula
 from .gpu_records import GpuRecords
 from .launches import Launcher
+from .pinned import host_memory
 from .plan_arrays import add_gradient_source, add_inputs, add_segments
 from .staging import Layout, Ring
 from .verdicts import DeviceVerdict, Verdicts
@@ -57,6 +60,10 @@ class GpuDriver(Driver):
         self._open = 0  # records that are in use
         self._notes = [why] if why else []
 
+    @property
+    def pins_tables(self) -> bool:  # type: ignore[override]
+        return bool(self.zero_copy)
+
     def notes(self) -> list[str]:
         return list(self._notes)
 
@@ -69,6 +76,21 @@ class GpuDriver(Driver):
         choice = self._measured[key]
         self.zero_copy, self.padded = choice.zero_copy, choice.joined_records
         self._notes.append(choice.sentence)
+
+    def most_bytes(self) -> tuple[int, int]:
+        return self.backend.most_bytes()
+
+    def foretell(self, need: Need) -> Foretold:
+        return foretell(need, self.pins_tables, self.padded_width(need.dim, need.state_width))
+
+    def seconds_to_pin(self, nbytes: int) -> float:
+        if not self.pins_tables:
+            return 0.0
+        memory, started = host_memory(nbytes), time.perf_counter()
+        self.backend.register(memory)
+        seconds = time.perf_counter() - started
+        self.backend.unregister(memory)
+        return seconds
 
     def free_bytes(self) -> int:
         return self.backend.free_bytes()
@@ -89,7 +111,9 @@ class GpuDriver(Driver):
         if not isinstance(store, RamStore) or not self.zero_copy:
             return Staged(self.backend, store, ring)
         try:
-            return ZeroCopy(self.backend, store, self.transfer)
+            made = ZeroCopy(self.backend, store, self.transfer, self.progress)
+            self._notes.append(made.sentence)
+            return made
         except PinError as error:
             told = (
                 f"the tables stay in pageable memory and their rows pass through a staging buffer, which costs a copy "

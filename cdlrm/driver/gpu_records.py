@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError
+from ..errors import DeviceError, DeviceMemoryError
 from ..lookups import Lookups
 from ..optim import Optimizer
 from ..plan.kernels import tables_of
 from ..store import bits
-from .backend import Event, Stream
+from .backend import DeviceBuffer, Event, Stream
 from .base import Records, Segments, Update, merged_rows, merged_weights, used_tables
 from .carrier import Staged, ZeroCopy
 from .formulas import Formula, StepCounts
@@ -136,8 +136,10 @@ class GpuRecords(Records):
     def resize(self, rows: int, spans: Sequence[tuple[int, int, int]]) -> None:
         """Waits for the device: nothing may use the memory that is left."""
         backend, stream = self.backend, self.transfer
-        weight = backend.alloc(4 * rows * self.dim)
-        state = backend.alloc(4 * rows * self.state_width)
+        if self.rows and not spans:
+            self._replace(rows)
+            return
+        weight, state = self._places(rows)
         backend.wait(stream, backend.record(backend.compute_stream()))
         for to, start, count in spans:
             for new, old, width in ((weight, self.weight, self.dim), (state, self.state, self.state_width)):
@@ -148,6 +150,25 @@ class GpuRecords(Records):
         backend.synchronize(self._moved, "growth")
         self.rows, self.weight, self.state = rows, weight, state
         self._held.things["records"] = weight, state
+
+    def _places(self, rows: int) -> tuple[DeviceBuffer, DeviceBuffer]:
+        return self.backend.alloc(4 * rows * self.dim), self.backend.alloc(4 * rows * self.state_width)
+
+    def _replace(self, rows: int) -> None:
+        """`rows` places where nothing is kept of the old ones: their memory is given back first."""
+        backend, before = self.backend, self.rows
+        backend.wait(self.transfer, backend.record(backend.compute_stream()))
+        backend.synchronize(backend.record(self.transfer), "growth")
+        self.weight = self.state = backend.alloc(0)
+        try:
+            self.weight, self.state = self._places(rows)
+        except DeviceMemoryError:
+            self.weight, self.state = self._places(before)
+            raise
+        finally:
+            # torch may have freed this memory a moment ago, with work on it still to come on its own stream
+            backend.wait(self.transfer, backend.record(backend.compute_stream()))
+        self.rows = rows
 
     def _records(self) -> dict[str, int]:
         return {"weight": self.weight.address, "weight_stride": self.dim, "state": self.state.address,

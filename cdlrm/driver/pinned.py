@@ -1,9 +1,9 @@
 """Host memory that the device reads and writes: exact size, pinned in pieces.
 
 torch's and CuPy's pools of pinned memory round up to a power of two (20 GiB become 32).  So memory comes
-from mmap and is pinned by cudaHostRegister.  A registration of 512 GiB or more fails on recent drivers,
-hence pieces of at most 64 GiB; 0 bytes cannot be registered at all.  First touching the pages from several
-threads is what makes it quick, and one piece is pinned while the pages of the next are touched.
+from mmap and is pinned by cudaHostRegister.  A registration of 512 GiB or more fails on recent drivers, and nothing
+can be told while one runs, hence pieces of a few GiB; 0 bytes cannot be registered at all.  First touching the pages
+from several threads is what makes it quick, and one piece is pinned while the pages of the next are touched.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import logging
 import mmap
 import os
 import resource
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from ..errors import PinError
 
 log = logging.getLogger("cdlrm")
 
-PIECE_BYTES = 64 << 30
+PIECE_BYTES = 4 << 30
+BAR_SECONDS = 2.0  # what takes no longer shows no bar
 TOUCH_BYTES = 128 << 20  # what a thread touches before it takes the next part
 PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -47,16 +51,16 @@ class CupyPinCalls:
         self._cuda, self._index = cupy.cuda, index
 
     def register(self, address: int, nbytes: int) -> None:
-        with self._cuda.Device(self._index):
+        with torch.cuda.device(self._index):
             self._cuda.runtime.hostRegister(address, nbytes, PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
-        with self._cuda.Device(self._index):
+        with torch.cuda.device(self._index):
             self._cuda.runtime.hostUnregister(address)
 
     def device_pointer(self, address: int) -> int:
         """Where kernels find registered memory (the host's own address, except on a few platforms)."""
-        with self._cuda.Device(self._index):
+        with torch.cuda.device(self._index):
             return int(self._cuda.runtime.pointerGetAttributes(address).devicePointer)
 
 
@@ -83,7 +87,10 @@ class Pinned:
 
 
 def host_memory(nbytes: int) -> np.ndarray:
-    """Zeroed memory of exactly `nbytes` (rounded up to pages) as uint8, page-aligned, nothing touched yet."""
+    """Zeroed memory of exactly `nbytes` (rounded up to pages) as uint8, page-aligned, nothing touched yet.
+
+    It is shared memory: a fork (of a DataLoader's workers) leaves the pages where the device knows them.
+    """
     if nbytes == 0:
         return np.empty(0, np.uint8)
     try:
@@ -137,6 +144,39 @@ def pin(array: np.ndarray, calls: PinCalls, progress: Progress | None = None, pi
                 if stuck := _unpin(calls, start):
                     log.warning("unpinning after a failure failed too: %s", stuck)
             raise
+
+
+class PinBar:
+    """How far pinning `total` bytes is, as a bar on standard error once it has taken BAR_SECONDS (never, unless
+    `shown`)."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.shown = total, shown
+        self._before = self._done = 0  # bytes of earlier arrays, and of all
+        self._started = time.monotonic()
+        self._bar: Any = None
+
+    def told(self, done: int, total: int) -> None:
+        """`done` bytes of the current array are pinned."""
+        del total
+        self._done = self._before + done
+        if self._bar is None and self.shown and time.monotonic() - self._started >= BAR_SECONDS:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self.total, desc="pinning the tables", unit="B", unit_scale=True, file=sys.stderr)
+        if self._bar is not None:
+            self._bar.update(self._done - self._bar.n)
+
+    def next(self) -> None:
+        """The next array comes."""
+        self._before = self._done
+
+    def __enter__(self) -> PinBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _threads(total: int) -> int:

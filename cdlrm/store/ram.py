@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..driver.base import Driver
+from ..driver.pinned import host_memory
+from ..errors import PinError
 from ..initial import Initializer
 from . import bits
 
@@ -24,11 +26,18 @@ PIECE_ROWS = 1 << 16
 class _Lazy:
     """A float32 array in memory of its own that is used page by page as it is written.
 
-    NumPy asks for huge pages for large arrays, and then one scattered row costs 2 MiB.
+    NumPy asks for huge pages for large arrays, and then one scattered row costs 2 MiB.  `pinned`: a device will
+    pin it, all at once.
     """
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, shape: tuple[int, int], pinned: bool) -> None:
         count = shape[0] * shape[1]
+        if pinned:
+            try:
+                self.array = host_memory(4 * count).view(np.float32).reshape(shape)
+            except PinError as error:
+                raise MemoryError(str(error)) from error
+            return
         try:
             self._map = mmap.mmap(-1, max(4 * count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -60,7 +69,8 @@ class RamStore:
         self.initializer = initializer
         self.driver = driver
         width = driver.padded_width(dim, state_width)
-        self._memory = [_Lazy((num_rows, each)) for each in ([width] if width else [dim, state_width])]
+        widths = [width] if width else [dim, state_width]
+        self._memory = [_Lazy((num_rows, each), driver.pins_tables) for each in widths]
         if width:
             records = self._memory[0].array
             self.weight, self.state = records[:, :dim], records[:, dim : dim + state_width]

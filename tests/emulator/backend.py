@@ -74,7 +74,6 @@ class EmulatedBackend(Backend):
         self._entered = Entered(self)
         self._freed: deque[Region] = deque()  # dropped, perhaps in the middle of a call
         self._lent: deque[tuple[int, Region]] = deque()  # copies of torch's tensors
-        self._used_bytes = 0
         self._host_ms = 0.0
         self._broken = ""  # the sticky error
         self._seen: set[tuple[str, tuple[Any, ...]]] = set()
@@ -167,23 +166,27 @@ class EmulatedBackend(Backend):
 
     def _allocate(self, kind: str, nbytes: int) -> Region:
         """Memory of torch's allocator: its last user, as its next one, is the compute stream."""
-        free = self.device_bytes - self._used_bytes
+        free = self.device_bytes - self.memory.device.now()
         if self.faults.hit("alloc") or nbytes > free:
             raise DeviceMemoryError(f"no room for {nbytes} bytes on the device, of which {free} are free.")
-        self._used_bytes += nbytes
+        self.memory.device.add(nbytes)
         region = self.memory.allocate(kind, nbytes)
         region.born, _ = self._clocks.next(self._compute.index)
         return region
 
     def free_bytes(self) -> int:
         with self._entered:
-            return self.device_bytes - self._used_bytes
+            return self.device_bytes - self.memory.device.now()
 
     def pinned(self, nbytes: int) -> EmulatedPinned:
         with self._entered:
             if self.faults.hit("pinned"):
                 raise PinError(f"{nbytes} bytes of host memory could not be pinned.")
+            self.memory.pinned.add(nbytes)
             return EmulatedPinned(self.memory.allocate("pinned", nbytes), self._freed)
+
+    def most_bytes(self) -> tuple[int, int]:
+        return self.memory.device.most, self.memory.pinned.most
 
     def register(self, array: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
         with self._entered:
@@ -194,6 +197,7 @@ class EmulatedBackend(Backend):
                 if self.memory.overlaps(address, address + array.nbytes):
                     raise PinError(f"a host array of {array.nbytes} bytes is pinned already.")
                 self.memory.adopt(array)
+                self.memory.pinned.add(array.nbytes)
         if progress is not None:
             progress(array.nbytes, array.nbytes)
         return address
@@ -204,6 +208,7 @@ class EmulatedBackend(Backend):
                 region = self.memory.find(array.ctypes.data, array.nbytes, "unregister")
                 if region.kind != "registered" or region.nbytes != array.nbytes:
                     raise AccessError(f"unregister: {region} was not registered as this array")
+                self.memory.pinned.give_back(region.nbytes)
                 self._release(region, self._end(self._host))
 
     def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -377,9 +382,10 @@ class EmulatedBackend(Backend):
         while self._freed:
             region = self._freed.popleft()
             if region.kind != "pinned":
-                self._used_bytes -= region.nbytes
+                self.memory.device.give_back(region.nbytes)
                 self._free_in_order(region)
             else:
+                self.memory.pinned.give_back(region.nbytes)
                 self._release(region, self._end(self._host))
 
     def _end(self, stream: VirtualStream) -> Operation:

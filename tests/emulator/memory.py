@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cdlrm.driver.backend import DeviceBuffer, PinnedBuffer
+from cdlrm.driver.backend import DeviceBuffer, Gauge, PinnedBuffer
 
 from .clocks import MAX_STREAMS
 
@@ -87,6 +87,7 @@ class Memory:
         self._kept: deque[Region] = deque()
         self._kept_bytes = 0
         self._made = 0
+        self.device, self.pinned = Gauge(), Gauge()  # bytes, as their allocators count them
 
     def allocate(self, kind: str, nbytes: int) -> Region:
         self._made += 1

@@ -1,0 +1,127 @@
+"""How much device and pinned memory a run will use on a GPU, from what its batches need: for `--dry-run`.
+
+Only what depends on the tables' size, the cache or the batches' distinct rows is computed.  Slots of the ring are laid
+out as `gpu_records` lays them out, and grow as `Ring.take` lets them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .gpu_records import PIECE_ROWS
+from .staging import LEAST_BYTES, Layout
+from .verdicts import FLAGS
+
+
+@dataclass
+class Need:
+    """One group and its largest batch.
+
+    `rows` of the tables, `dim` and `state_width` in floats, `slots` of the cache (all rows: `resident`), `in_file`.
+    The batch: `batch_size`, `features`, `lookups`, `distinct` rows, `long_chunks` of rows with many lookups,
+    `several` ids a bag, `mean` bags.  `read_only`: lookups of the largest evaluated
+    batch (0: nothing is evaluated).  `counts_steps`: the optimizer does.  `growing`: the records are
+    copied to a larger place while they are in use.  `written`: rows that are written home at once, also before the
+    end of the run if it `saves`.
+    """
+
+    tables: int
+    rows: int
+    dim: int
+    state_width: int
+    slots: int
+    resident: bool
+    in_file: bool
+    prefetch_depth: int
+    batch_size: int
+    features: int
+    lookups: int
+    distinct: int
+    long_chunks: int
+    several: bool
+    mean: bool
+    read_only: int
+    counts_steps: bool
+    growing: bool
+    written: int
+    saves: bool
+
+
+@dataclass
+class Foretold:
+    """Bytes by what they are for; `last`: more device memory that is used when all else was done."""
+
+    device: dict[str, int]
+    pinned: dict[str, int]
+    last: int
+
+
+def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
+    """`padded_width`: floats of a record in host memory, 0 where weights and state are two arrays."""
+    record = 4 * (need.dim + need.state_width)
+    ring = ring_bytes(need, staged=need.in_file or not pins_tables)
+    trained = ring if need.saves else ring_bytes(need, staged=False)
+    places = 0 if need.resident else need.read_only
+    flags, steps = 4 * (FLAGS + 1), 16 * need.tables if need.counts_steps else 0
+    device = {
+        "records": need.slots * record,
+        "places for evaluation": places * record,
+        "ring slots": trained,
+        "outputs": 4 * need.dim * need.features * need.batch_size,
+        "chunk sums": 8 * need.long_chunks * need.dim,
+        "flags and step counts": flags + steps,
+    }
+    if need.growing and not need.resident:
+        device["records, while they grow"] = need.slots * record
+    tables = 4 * need.rows * (padded_width or need.dim + need.state_width)
+    pinned = {
+        "tables": tables if pins_tables and not need.in_file else 0,
+        "ring slots": ring,
+        "flags and step counts": 4 * FLAGS + steps // 2,
+    }
+    return Foretold(device, pinned, ring - trained)
+
+
+def ring_bytes(need: Need, staged: bool) -> int:
+    """All slots of the ring, after the run."""
+    record = 4 * (need.dim + need.state_width)
+    first = need.rows if need.resident else need.read_only  # all rows are filled, or those of an evaluation borrowed
+    slots = [0] * (3 if need.resident else need.prefetch_depth + 2)
+    for rows, size in ((first, 12), (0, 0), (need.written, 12 + record * staged)):
+        nbytes = size * min(rows, PIECE_ROWS) if rows else plan_bytes(need)
+        pieces = -(-rows // PIECE_ROWS) if rows else len(slots)
+        for number in range(min(pieces, len(slots))):
+            if nbytes > slots[number]:
+                slots[number] = max(LEAST_BYTES, nbytes + nbytes // 4)
+    return sum(slots)
+
+
+def plan_bytes(need: Need) -> int:
+    """Layout of the plan of a batch whose rows are all filled, none of them from the store."""
+    layout, bags = Layout(), need.features * need.batch_size
+
+    def add(name: str, count: int, dtype: type) -> None:
+        layout.add(name, np.broadcast_to(np.zeros((), dtype), count), dtype)
+
+    add("slots", need.lookups, np.int32)
+    add("seg_slot", need.distinct, np.int32)
+    add("seg_start", need.distinct + 1, np.int32)
+    add("seg_lookup", need.lookups, np.int32)
+    for name in ("chunk_start", "chunk_stop", "long_rows", "long_chunks") if need.long_chunks else ():
+        add(name, need.long_chunks, np.int32)
+    add("columns", need.features, np.int32)
+    add("mean", need.features, np.uint8)
+    if need.several:
+        add("starts", bags + 1, np.int32)
+        add("lookup_row", need.lookups, np.int32)
+        if need.mean:
+            add("divisor", need.lookups, np.float32)
+    if need.counts_steps:
+        add("seg_table", need.distinct, np.int32)
+        add("used", need.tables, np.uint8)
+    fills = 0 if need.resident else need.distinct
+    add("fill_rows", fills, np.int64)
+    add("fill_slots", fills, np.int32)
+    return layout.nbytes
