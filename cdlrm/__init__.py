@@ -16,7 +16,7 @@ Where things are, in the order in which a batch meets them (words: README and th
     embedding, bag, replace     `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own
     placement, table            which tables form a group, and where they live
     checkpoint*                 `save`, `load`, `load_tables`
-    model, train, metrics, report, resuming, scoring, memory_plan, advice      the command line's work
+    model, train, transit, metrics, report, resuming, scoring, memory_*, advice      the command line's work
     cli, config, simulate/, sweep/                                             the command line
 """
 

@@ -18,7 +18,8 @@ from cdlrm import memory_plan
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
-from cdlrm.memory_plan import HUGE, PAGE, count, plan_memory, render_plan
+from cdlrm.memory_plan import HUGE, PAGE, count, plan_memory
+from cdlrm.memory_text import render_plan
 from cdlrm.report import render
 from cdlrm.train import Trainer
 
