@@ -33,7 +33,7 @@ setup(
         "pyyaml>=6",
     ],
     extras_require={
-        "cuda12": ["cupy-cuda12x>=14", "nvidia-cuda-nvrtc-cu12>=12,<13"],
+        "cuda12": ["cupy-cuda12x>=14", "nvidia-cuda-nvrtc-cu12>=12.8,<13"],
         "cuda13": ["cupy-cuda13x>=14", "nvidia-cuda-nvrtc>=13,<14"],
         "tensorboard": ["tensorboard>=2.17"],
         "test": [

@@ -118,9 +118,9 @@ def device_ms(backend: Backend, issue: Callable[[Stream], None], repeats: int = 
     """Median milliseconds of what `issue` puts on the first work stream, after one round that is not counted."""
     stream, times = work_streams(backend)[0], []
     for number in range(repeats + 1):
-        first = backend.record(stream)
+        first = backend.record_timed(stream)
         issue(stream)
-        last = backend.record(stream)
+        last = backend.record_timed(stream)
         backend.synchronize(last, "device_check")
         if number:
             times.append(backend.elapsed_ms(first, last))

@@ -133,7 +133,8 @@ class Ours:
     def __init__(self, folder: Path, rows: int, cache_rows: int, batches: np.ndarray, horizon: int) -> None:
         before = resident_bytes()
         self.module = cdlrm.EmbeddingBagCollection(
-            [cdlrm.Table("t", rows, DIM)], optimizer=cdlrm.SGD(lr=LR), cache_rows=cache_rows, store=f"file:{folder}"
+            [cdlrm.Table("t", rows, DIM)], optimizer=cdlrm.SGD(lr=LR), cache_rows=cache_rows, store=f"file:{folder}",
+            device="cpu",
         )
         self.ahead = cdlrm.lookahead(self.module, self._loader(batches), horizon=horizon)
         self.growth_bytes = -before

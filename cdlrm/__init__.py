@@ -6,25 +6,33 @@ Where things are, in the order in which a batch meets them (words: README and th
 
     data/                       files and synthetic data -> `Batch`
     lookups                     a batch's ids, checked and flattened -> `Lookups` of a group
-    ahead, runtime              `lookahead`: reader, planner and transfer threads ahead of the trainer
-    plan/                       window, `Planner`, `Plan`; MIN, the optimum to compare with
+    ahead, horizon, runtime     `lookahead`, how far it looks; reader, planner and transfer threads ahead of the trainer
+    plan/                       window, `Planner`, `Plan`, the rules; MIN, the optimum to compare with
     cache, loans, store/        records on the device; those no plan knows of; their home (memory, file)
-    group, step, deferred       one row space, cache and plan; the life of a batch in it; updates that wait
+    group, step, deferred, counts, stats
+                                one row space, cache and plan; the life of a batch in it; updates that wait; what is counted
     driver/base                 the seam: `Driver` a device, `Records` the records of a group on it
     driver/cpu*, intrinsics     the CPU: numba kernels
-    driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts
-                                the GPU: what goes there with a plan, how rows travel, launches of the kernels in cuda/
+    driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts, held, foretell
+                                the GPU: what goes there with a plan, how rows travel, launches of the kernels in cuda/,
+                                memory that outlives its owner, bytes foretold
     driver/backend, cuda, cubin, pinned, signatures, sources, calibrate, choose
                                 what a GPU must offer; CuPy's; compiling, pinning, choosing
     initial, normal             initial values
     optim, fused, gradient      formulas; learning rates and gradients as torch sees them
-    module, autograd            what all modules share, and their bridge to autograd
-    embedding, bag, replace     `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own
+    module, autograd, accumulation, compiler
+                                what all modules share; their bridge to autograd; accumulation noticed; torch.compile kept out
+    embedding, bag, replace, weight, reference
+                                `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own; `.weight`; tables too
+                                large for a state_dict
     placement, table            which tables form a group, and where they live
     checkpoint*                 `save`, `load`, `load_tables`
-    model, train, metrics, report, resuming, scoring, memory_plan, advice      the command line's work
-    cli, arguments, config, simulate/, sweep/                                  the command line
+    model, datasets, train, transit, interrupt, metrics, report, progress, tensorboard, resuming, scoring, unlabelled,
+    memory_*, advice            the command line's work
+    __main__, cli, convert_cli, arguments, config, scoring_config, simulate/, sweep/
+                                the command line
     sizing/                     `cdlrm plan`, `cdlrm calibrate`: a model of the machine, and its advice
+    errors, machine             one sentence a mistake; this machine's facts
 """
 
 from __future__ import annotations

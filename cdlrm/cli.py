@@ -175,7 +175,8 @@ def run_train(found: argparse.Namespace) -> int:
 
 
 def _dry_run(config: TrainConfig) -> int:
-    from .memory_plan import plan_memory, render_plan
+    from .memory_plan import plan_memory
+    from .memory_text import render_plan
 
     plan = plan_memory(config)
     sys.stdout.write(render_plan(plan) + "\n")

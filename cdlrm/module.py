@@ -81,7 +81,7 @@ class CachedModule(nn.Module):
         optimizer: FusedOptimizer,
     ) -> None:  # fmt: skip
         self.groups = list(slots)
-        self.anchor.data = self.anchor.data.to(self.groups[0].driver.device)
+        self.anchor.data = self.anchor.data.to(self.device)
         self.notes += self.groups[0].driver.notes()
         watch(self)
         self._slots, self._widths, self._keys, self.optimizer = slots, widths, keys, optimizer
@@ -104,6 +104,11 @@ class CachedModule(nn.Module):
     def lookahead(self, loader: Iterable[Any], **settings: Any) -> Lookahead:
         """`cdlrm.lookahead(self, loader, **settings)`."""
         return lookahead(self, loader, **settings)
+
+    @property
+    def device(self) -> torch.device:
+        """Where outputs are, and gradients are expected."""
+        return self.groups[0].driver.device
 
     def require_open(self) -> None:
         if any(group.closed for group in self.groups):
@@ -270,7 +275,7 @@ class CachedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CachedModule:
         """`.to()`, `.half()`, `.cuda()`, …: what changes nothing is done, the rest refused with the reason."""
-        home = self.groups[0].driver.device
+        home = self.device
         before = torch.zeros(1, device=home)
         advice = "make the module with device=, and move the other parts of the model with .to()"
         try:

@@ -60,7 +60,7 @@ class Scorer:
         data = Datasets(self.source, None, self.source.features, self.source.num_dense, rows)
         self.chosen: list[str] = []
         self.tables = build_tables(settings, data, self.chosen)
-        self.device = self.tables.groups[0].driver.device
+        self.device = self.tables.device
         try:
             self.model = build_model(settings, data, self.tables, []).eval()
             load(self.path, self.model)

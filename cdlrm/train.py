@@ -77,7 +77,7 @@ class Trainer:
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
         self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
         self.tables = build_tables(config, self.data, self.chosen)
-        self.device = self.tables.groups[0].driver.device
+        self.device = self.tables.device
         self.model = build_model(config, self.data, self.tables, self.chosen)
         self.dense_optimizer = DENSE_OPTIMIZERS[config.dense_optimizer](
             self.model.dense_parameters(), lr=config.learning_rate
@@ -434,4 +434,4 @@ def build_model(
         interaction_itself=config.arch_interaction_itself,
         seed=config.seed,
     )
-    return model.to(tables.groups[0].driver.device)
+    return model.to(tables.device)

@@ -18,7 +18,8 @@ from cdlrm import memory_plan
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
-from cdlrm.memory_plan import HUGE, PAGE, count, plan_memory, render_plan
+from cdlrm.memory_plan import HUGE, PAGE, count, plan_memory
+from cdlrm.memory_text import render_plan
 from cdlrm.report import render
 from cdlrm.train import Trainer
 
@@ -97,7 +98,7 @@ def test_wrong_flags_are_noticed_by_the_dry_run_too(capsys: pytest.CaptureFixtur
 ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
     "zero copy": (True, {"optimizer": "rowwise-adagrad"}),
     "staged": (False, {"optimizer": "sgd"}),
-    "staged, saved often": (False, {"optimizer": "sgd", "checkpoint_every": 2, "metrics": False}),
+    "staged, saved": (False, {"optimizer": "sgd", "checkpoint_every": 10, "metrics": False}),
     "counted steps": (False, {"optimizer": "adam", "cache_ratio": 0.3, "metrics": False, "prefetch_depth": 2}),
     "resident": (True, {"optimizer": "adagrad", "cache_ratio": 1.0}),
     "several ids": (True, {"synthetic_multi_hot": 3, "pooling": "mean", "num_batches": 6}),

@@ -197,7 +197,7 @@ def test_a_run_goes_on_on_the_other_device(
 @pytest.mark.parametrize("missing", [0, 9])
 def test_resident_when_it_fits_and_a_cache_otherwise(monkeypatch: Any, missing: int) -> None:
     """Of the device's free bytes a stated share is left to everything else."""
-    tables, count = [cdlrm.Table("a", 40_000, 8)], 40_000
+    tables, count = [cdlrm.Table("a", 400_000, 8)], 400_000
     need, flags = count * 4 * 9, 4 * 4097  # bytes of the records, and of the driver
     room = int(need / (1 - placement.RESERVE)) + 2 + flags - missing
     use(monkeypatch, device_bytes=room)

@@ -89,10 +89,15 @@ def ring_bytes(need: Need, staged: bool) -> int:
     record = 4 * (need.dim + need.state_width)
     first = need.rows if need.resident else need.read_only  # all rows are filled, or those of an evaluation borrowed
     slots = [0] * (3 if need.resident else need.prefetch_depth + 2)
-    for rows, size in ((first, 12), (0, 0), (need.written, 12 + record * staged)):
-        nbytes = size * min(rows, PIECE_ROWS) if rows else plan_bytes(need)
-        pieces = -(-rows // PIECE_ROWS) if rows else len(slots)
-        for number in range(min(pieces, len(slots))):
+    moves = [  # how often, and the bytes of one
+        (-(-first // PIECE_ROWS), 12 * min(first, PIECE_ROWS)),
+        (len(slots), plan_bytes(need)),
+        (-(-need.written // PIECE_ROWS), (12 + record * staged) * min(need.written, PIECE_ROWS)),
+    ]
+    if need.saves:
+        moves[2] = (len(slots), moves[2][1])  # slots take turns
+    for often, nbytes in moves:
+        for number in range(min(often, len(slots))):
             if nbytes > slots[number]:
                 slots[number] = max(LEAST_BYTES, nbytes + nbytes // 4)
     return sum(slots)

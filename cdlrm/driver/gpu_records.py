@@ -6,7 +6,8 @@ training on torch's current stream; events order them:
 * a plan's transfers come after the end of the batch that it waits for (`batch_ended`) and after every `fence`;
 * a kernel comes after the transfers of its plan (`Slot.ready`), or, for rows that no plan knows of, after all.
 
-So the host never waits, except for a slot of the ring whose batch has not run yet.
+In a steady step the host waits only for a slot of the ring whose batch has not run, or for staged rows to land.
+Growth, moves outside of plans and `update="step"` wait too; `traffic.synchronizations` counts each by its reason.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ class GpuRecords(Records):
         backend, before = self.backend, self.rows
         backend.wait(self.transfer, backend.record(backend.compute_stream()))
         backend.synchronize(backend.record(self.transfer), "growth")
+        self._held.things.pop("records", None)
         self.weight = self.state = backend.alloc(0)
         try:
             self.weight, self.state = self._places(rows)
@@ -166,6 +168,7 @@ class GpuRecords(Records):
             self.weight, self.state = self._places(before)
             raise
         finally:
+            self._held.things["records"] = self.weight, self.state
             # torch may have freed this memory a moment ago, with work on it still to come on its own stream
             backend.wait(self.transfer, backend.record(backend.compute_stream()))
         self.rows = rows

@@ -18,7 +18,7 @@ class Plan:
 
     * `slots int32 [L]`       slot of every lookup, in lookup order;
     * `seg_slot int32 [U]`, `seg_row int64 [U]`   slot and group row of every distinct row;
-    * `seg_start int64 [U+1]`, `seg_lookup int32 [L]`   its lookups, in lookup order: the backward pass;
+    * `seg_start int32 [U+1]`, `seg_lookup int32 [L]`   its lookups, in lookup order: the backward pass;
     * `fill_rows int64 [n]`, `fill_slots int32 [n]`     store -> cache, after the evicts;
     * `evict_rows int64 [m]`, `evict_slots int32 [m]`   cache -> store, when dirty.
 
@@ -80,7 +80,7 @@ class Plan:
 
 
 def check_plan(plan: Plan, rows: np.ndarray, slot_row: np.ndarray) -> np.ndarray:
-    """Verify the rules of design.md section 3 that one plan can break; returns the map after it.
+    """Verify the rules (see `cdlrm.plan`) that one plan can break; returns the map after it.
 
     `rows int64 [L]` are the lookups of the batch, `slot_row int64 [>= cache rows before]` the cached
     row of each slot (-1: empty) before the plan.  Raises AssertionError naming the rule.

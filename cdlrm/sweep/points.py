@@ -12,8 +12,8 @@ from typing import Any
 from ..config import TrainConfig
 from ..errors import ConfigError, DataError
 
-TIED = "horizon"
 HORIZON = 32  # of points that do not sweep it
+TIED = "horizon"
 """Value of `--prefetch-depth`: one parameter for both, as caches that prefetch all they know of."""
 DEEPEST = 64
 SWEPT = ("mini_batch_size", "arch_sparse_feature_size", "cache_rows", "cache_ratio", "horizon", "prefetch_depth")

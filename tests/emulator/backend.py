@@ -142,9 +142,16 @@ class EmulatedBackend(Backend):
             self._host_ms = max(self._host_ms, event.ms)
             self._scheduler.some()
 
+    def record_timed(self, stream: VirtualStream) -> VirtualEvent:
+        event = self.record(stream)
+        event.timed = True
+        return event
+
     def elapsed_ms(self, first: VirtualEvent, last: VirtualEvent) -> float:
         with self._entered:
             self._alive()
+            if not (first.timed and last.timed):
+                raise DeviceError("the time between two events was asked for, but record_timed did not make both.")
             if not (first.done and last.done):
                 raise DeviceError("the time between two events was asked for before both were done; wait for them.")
             return last.ms - first.ms

@@ -47,6 +47,7 @@ class VirtualEvent:
         self.stream, self.clock, self.patience = stream, clock, patience
         self.done = False
         self.ms = 0.0
+        self.timed = False
 
 
 class Scheduler:
