@@ -54,7 +54,9 @@ class Contestant:
         self, batches: list[Batch], *, cache_ratio: float, ahead: bool, horizon: int | str = DEFAULT_HORIZON
     ) -> None:
         tables = [cdlrm.Table(f"c{c + 1}", rows, DIM) for c, rows in enumerate(KAGGLE)]
-        self.tables = cdlrm.EmbeddingBagCollection(tables, optimizer=cdlrm.SGD(lr=LR), cache_ratio=cache_ratio, device="cpu")
+        self.tables = cdlrm.EmbeddingBagCollection(
+            tables, optimizer=cdlrm.SGD(lr=LR), cache_ratio=cache_ratio, device="cpu"
+        )
         self.model = DLRM(self.tables, features=26, dim=DIM, mlp_bot=[13, 512, 256, 64, DIM], mlp_top=[512, 256, 1])
         self.optimizer = torch.optim.SGD(self.model.dense_parameters(), lr=LR)
         self.seconds: list[float] = []

@@ -10,7 +10,7 @@ Where things are, in the order in which a batch meets them (words: README and th
     plan/                       window, `Planner`, `Plan`, the rules; MIN, the optimum to compare with
     cache, loans, store/        records on the device; those no plan knows of; their home (memory, file)
     group, step, deferred, counts, stats
-                                one row space, cache and plan; the life of a batch in it; updates that wait; what is counted
+                                one row space, cache and plan; a batch's life in it; updates that wait; what is counted
     driver/base                 the seam: `Driver` a device, `Records` the records of a group on it
     driver/cpu*, intrinsics     the CPU: numba kernels
     driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts, held, foretell
@@ -21,10 +21,10 @@ Where things are, in the order in which a batch meets them (words: README and th
     initial, normal             initial values
     optim, fused, gradient      formulas; learning rates and gradients as torch sees them
     module, autograd, accumulation, compiler
-                                what all modules share; their bridge to autograd; accumulation noticed; torch.compile kept out
+                                what all modules share; the bridge to autograd; accumulation noticed; no tracing by torch.compile
     embedding, bag, replace, weight, reference
-                                `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own; `.weight`; tables too
-                                large for a state_dict
+                                `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own; `.weight`; tables
+                                too large for a state_dict
     placement, table            which tables form a group, and where they live
     checkpoint*                 `save`, `load`, `load_tables`
     model, datasets, train, transit, interrupt, metrics, report, progress, tensorboard, resuming, scoring, unlabelled,

@@ -191,7 +191,7 @@ def test_better_hardware_is_never_slower(better: str) -> None:
 def test_everything_resident_waits_for_nothing() -> None:
     ids = read_ids(skewed())
     prediction = predict(GPU, SHAPE, everything_resident(ids).moves(ids), 1, None)
-    assert prediction.stall_seconds == 0 and prediction.seconds_of("transfer") == 0 and prediction.limit == "dense"
+    assert prediction.stall_seconds < 1e-15 and prediction.seconds_of("transfer") == 0 and prediction.limit == "dense"
 
 
 # --- the answer ---

@@ -156,7 +156,9 @@ class Tables:
         self.case = case
         tables = [cdlrm.Table(f"c{t + 1}", TABLE_ROWS, case.dim) for t in range(TABLES)]
         optimizer = TABLE_OPTIMIZERS[case.optimizer](lr=0.01)
-        self.collection = cdlrm.EmbeddingBagCollection(tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu")
+        self.collection = cdlrm.EmbeddingBagCollection(
+            tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu"
+        )
         self.collection.told_accumulation = True  # no optimizer of torch's follows its backward passes
         self.shape = Shape(
             case.batch_size, TABLES, case.dim, optimizer.state_width(case.dim), case.optimizer, (), (), 0
@@ -247,7 +249,9 @@ class Whole:
     def __init__(self, case: Case) -> None:
         optimizer = TABLE_OPTIMIZERS[case.optimizer](lr=0.01)
         tables = [cdlrm.Table(f"c{t + 1}", TABLE_ROWS, case.dim) for t in range(TABLES)]
-        self.collection = cdlrm.EmbeddingBagCollection(tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu")
+        self.collection = cdlrm.EmbeddingBagCollection(
+            tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu"
+        )
         pairs = (TABLES + 1) * TABLES // 2
         self.shape = Shape(
             case.batch_size, TABLES, case.dim, optimizer.state_width(case.dim), case.optimizer,

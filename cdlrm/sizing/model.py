@@ -210,7 +210,8 @@ def _measured(profile: Profile, shape: Shape, moves: Moves, resident: bool) -> l
 
 LOOKUP_LAUNCHES, UPDATE_LAUNCHES = 1, 4
 LAUNCHES_A_LAYER, OTHER_LAUNCHES = 10, 30
-"""Kernel launches of a step: ours, with long rows (held by tests/test_gpu_driver.py); PyTorch's forward, backward and optimizer, counted roughly."""
+"""Kernel launches of a step: ours, with long rows (held by tests/test_gpu_driver.py); PyTorch's forward, backward and
+optimizer, counted roughly."""
 
 
 def _from_data_sheet(profile: Profile, shape: Shape, moves: Moves, cache_rows: int | None, tf32: bool) -> list[Stage]:
