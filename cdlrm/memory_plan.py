@@ -390,8 +390,7 @@ def _parts(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:
     if layout.resident:
         return parts
     slots = max(layout.slots, use.largest)
-    # the first evaluation makes room for its rows behind the cache, and that writes all of it
-    filled = slots if config.metrics else min(slots, use.rows)
+    filled = min(slots, use.rows)
     parts["cache"] = 0 if layout.apart else filled * layout.record_bytes
     order = 6 * slots  # of last use, written as far as rows were used
     parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 4 * use.batches * use.largest)

@@ -54,7 +54,7 @@ def test_real_peak_agrees_within_5_percent(name: str, tmp_path: Path) -> None:
     assert plan["cache_rows"] == report["cache"]["cache_rows"]
     own = plan["total_bytes"] - plan["parts"]["data, MLPs and libraries"]
     assert own == sum(plan["parts"].values()) - plan["parts"]["data, MLPs and libraries"]
-    assert own > 300 * 2**20  # large enough to matter
+    assert own > 150 * 2**20  # large enough to matter
 
 
 def test_pages_are_counted_as_touched() -> None:
