@@ -21,7 +21,7 @@ Where things are, in the order in which a batch meets them (words: README and th
     initial, normal             initial values
     optim, fused, gradient      formulas; learning rates and gradients as torch sees them
     module, autograd, accumulation, compiler
-                                what all modules share; the bridge to autograd; accumulation noticed; no tracing by torch.compile
+                                what all modules share; the bridge to autograd; accumulation noticed; no tracing
     embedding, bag, replace, weight, reference
                                 `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own; `.weight`; tables
                                 too large for a state_dict

@@ -114,7 +114,8 @@ def test_parts_a_b_and_e_run_on_the_emulated_device(part: str, monkeypatch: pyte
 
     emulated, real = Emulated(5), placement.choose_driver
     monkeypatch.setattr(
-        placement, "choose_driver", lambda device, *more: emulated.driver(None) if device == "cuda" else real(device, *more)
+        placement, "choose_driver",
+        lambda device, *more: emulated.driver(None) if device == "cuda" else real(device, *more),
     )
     monkeypatch.setattr("cdlrm.embedding.choose_driver", placement.choose_driver)
     monkeypatch.setattr(Setup, "torch_device", property(lambda setup: device_workload.torch.device("cpu")))
