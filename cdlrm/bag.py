@@ -19,7 +19,7 @@ from .compiler import outside_compiler
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
 from .group import Group
-from .lookups import FeatureSlot, Lookups
+from .lookups import FeatureSlot, Lookups, to_host
 from .module import CachedModule
 from .normal import Normal
 from .optim import SGD, Optimizer
@@ -239,7 +239,7 @@ def _integers(kind: str, name: str, value: Any) -> Tensor:
         raise InputError(
             f"{kind}: {name} is on the device 'meta', which has shapes but no ids; pass a tensor with ids on the CPU."
         )
-    return value.cpu()
+    return to_host(value)
 
 
 class EmbeddingBag(_OneTable):

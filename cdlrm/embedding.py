@@ -18,7 +18,7 @@ from .data.batch import Batch, check_dense
 from .errors import ConfigError, InputError
 from .fused import FusedOptimizer
 from .group import Group, feature_slots
-from .lookups import Lookups
+from .lookups import Lookups, to_host
 from .module import CachedModule
 from .optim import Optimizer
 from .placement import check_cache_settings, choose_driver, make_groups
@@ -175,7 +175,7 @@ def _keyed_jagged(features: Any) -> tuple[dict[str, Any], int]:
         raise InputError(
             f"the KeyedJaggedTensor has {len(lengths)} lengths for {len(keys)} keys; give as many per key."
         )
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), torch.cumsum(lengths.cpu(), 0)])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), torch.cumsum(to_host(lengths), 0)])
     if int(ends[-1]) != len(values):
         raise InputError(f"the KeyedJaggedTensor's lengths add up to {int(ends[-1])} but it has {len(values)} values.")
     out = {}

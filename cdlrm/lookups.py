@@ -9,6 +9,7 @@ same pass, so nothing unchecked reaches a kernel and nothing aliases the user's 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -196,13 +197,32 @@ def _array(slot: FeatureSlot, what: str, given: Any) -> np.ndarray:
     return array if array.flags.carray else np.require(array, requirements=("C", "A", "W"))
 
 
+class _Copies(threading.local):
+    count = 0
+
+
+_copies = _Copies()
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU.  A copy from a device makes the host wait, and is counted for `take_copies`."""
+    _copies.count += tensor.device.type != "cpu"
+    return tensor.cpu()
+
+
+def take_copies() -> int:
+    """Copies that `to_host` made in this thread since the last call."""
+    count, _copies.count = _copies.count, 0
+    return count
+
+
 def _tensor_array(slot: FeatureSlot, what: str, given: torch.Tensor, names: str) -> np.ndarray:
     try:
         return given.numpy()  # the usual case: asking for device and requires_grad first costs more than this
     except (TypeError, RuntimeError, NotImplementedError):
         pass
     try:
-        return given.detach().cpu().numpy()
+        return to_host(given.detach()).numpy()
     except (TypeError, RuntimeError, NotImplementedError) as error:
         if given.is_meta:
             raise InputError(

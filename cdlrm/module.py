@@ -31,7 +31,7 @@ from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
 from .gradient import WaitingGradient, applied_gradient, waiting_gradient
 from .group import Group
-from .lookups import FeatureSlot, Lookups, flatten
+from .lookups import FeatureSlot, Lookups, flatten, take_copies
 from .machine import available_bytes
 from .reference import TableReference
 from .stats import group_stats, total
@@ -89,7 +89,9 @@ class CachedModule(nn.Module):
     # --- lookups ---
 
     def _flatten(self, inputs: Any, size: int | None) -> dict[Group, Lookups]:
-        return {group: flatten(self._slots[group], self._widths[group], inputs, size) for group in self.groups}
+        calls = {group: flatten(self._slots[group], self._widths[group], inputs, size) for group in self.groups}
+        self.groups[0].driver.waited("inputs", take_copies())
+        return calls
 
     def _look_up(self, inputs: Any, size: int | None, weights: dict[str, Tensor]) -> list[Tensor]:
         """Outputs [B, columns, dim] of each dim, ascending; `weights`: per-sample weights that want a gradient."""

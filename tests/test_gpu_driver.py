@@ -375,3 +375,29 @@ def test_several_calls_a_step_weights_that_learn_and_unannounced_ids(monkeypatch
         oracle.backward_all(grads) if hasattr(oracle, "backward_all") else oracle.backward(*grads)
     same_tables(ebc, oracle, "end")
     ebc.close()
+
+
+def test_ids_that_are_on_the_device_are_counted(monkeypatch: Any) -> None:
+    """They work; the host waits for each tensor, and says so."""
+    use(monkeypatch)
+
+    class OnDevice(torch.Tensor):
+        """As a tensor of a GPU: no NumPy array of it, and a device of its own."""
+
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+        def numpy(self, *args: Any, **kwargs: Any) -> Any:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+        def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self.as_subclass(torch.Tensor)
+
+    some = tables(2)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30)
+    ids = {table.name: torch.arange(5) for table in some}
+    want = ebc(ids)
+    assert backend_of(ebc).traffic.synchronizations["inputs"] == 0
+    got = ebc({name: each.as_subclass(OnDevice) for name, each in ids.items()})
+    assert backend_of(ebc).traffic.synchronizations["inputs"] == 2
+    same_bits(got, want.detach().numpy(), "ids on the device")
+    ebc.close()

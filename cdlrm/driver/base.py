@@ -236,6 +236,9 @@ class Driver(ABC):
         """How long pinning so much host memory takes: it is tried.  0: tables are not pinned."""
         return 0.0
 
+    def waited(self, reason: str, times: int) -> None:  # noqa: B027
+        """The host waited for the device outside of the driver, such as for ids that are on the device."""
+
     def poll(self) -> None:  # noqa: B027
         """Raise what the device has reported since; never waits."""
 

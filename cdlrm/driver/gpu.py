@@ -157,6 +157,10 @@ class GpuDriver(Driver):
         one = self.verdicts.either(waiting)
         return {"flag": one.flag, "number": one.number, "sticky": sticky}
 
+    def waited(self, reason: str, times: int) -> None:
+        if times:
+            self.backend.traffic.synchronizations[reason] += times
+
     def poll(self) -> None:
         with self._noting():
             self.verdicts.poll()
