@@ -320,7 +320,7 @@ def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: P
         several=use.several, mean=config.pooling == "mean", written=changed, read_only=peak.read_only,
         counts_steps=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).counts_steps,
         growing=layout.slots < use.largest or (config.resume and peak.read_only > 0),
-        saves=config.checkpoint_every is not None,
+        saves=0 if config.checkpoint_every is None else use.batches * config.nepochs // config.checkpoint_every,
     )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ class Need:
     The batch: `batch_size`, `features`, `lookups`, `distinct` rows, `long_chunks` of rows with many lookups,
     `several` ids a bag, `mean` bags.  `read_only`: lookups of the largest evaluated
     batch (0: nothing is evaluated).  `counts_steps`: the optimizer does.  `growing`: the records are
-    copied to a larger place while they are in use.  `written`: rows that are written home at once, also before the
-    end of the run if it `saves`.
+    copied to a larger place while they are in use.  `written`: rows that are written home at once: at each of its
+    `saves`, or (0) at the end of the run only.
     """
 
     tables: int
@@ -46,7 +46,7 @@ class Need:
     counts_steps: bool
     growing: bool
     written: int
-    saves: bool
+    saves: int
 
 
 @dataclass
@@ -95,7 +95,7 @@ def ring_bytes(need: Need, staged: bool) -> int:
         (-(-need.written // PIECE_ROWS), (12 + record * staged) * min(need.written, PIECE_ROWS)),
     ]
     if need.saves:
-        moves[2] = (len(slots), moves[2][1])  # slots take turns
+        moves[2] = (moves[2][0] * need.saves, moves[2][1])  # slots take turns
     for often, nbytes in moves:
         for number in range(min(often, len(slots))):
             if nbytes > slots[number]:
