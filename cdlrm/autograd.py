@@ -55,14 +55,25 @@ def _forward(calls: list[GroupCall], dtype: torch.dtype, training: bool) -> list
         else:
             group.settle_for_reading()
             with group.cache.pause():
-                slots, keep = group.loans.for_reading(lookups, group.step)
-                try:
-                    group.records.lookup(slots, lookups, matrix)
-                finally:
-                    group.records.fence()
-                    group.cache.give_back(keep)
+                _read(group, lookups, matrix)
     calls[0].group.driver.hand_over()
     return [outputs[dim] for dim in sorted(outputs)]
+
+
+def _read(group: Group, lookups: Lookups, matrix: Tensor) -> None:
+    """Pooled lookup of the newest values, which changes nothing.  The cache is paused."""
+    if group.records.reads_apart:
+        slots = group.loans.where(lookups, group.step)
+        everything_there = slots.min(initial=0) >= 0
+        read = group.records.lookup if everything_there else group.records.lookup_apart
+        read(slots, lookups, matrix)
+        group.records.fence()
+        return
+    slots, keep = group.loans.for_reading(lookups, group.step)
+    try:
+        group.records.lookup(slots, lookups, matrix)
+    finally:
+        group.cache.give_back(keep)
 
 
 class _PooledLookup(torch.autograd.Function):

@@ -48,19 +48,21 @@ class Loans:
 
         The cache must be paused; afterwards `cache.give_back(keep)` with the second value.
         """
-        rows = lookups.rows
+        slots, keep = self.where(lookups, step), self.cache.lent
+        missing = np.flatnonzero(slots < 0)
+        if missing.size:  # places are for reading only, so duplicates may have one each
+            slots[missing] = self.cache.borrow(lookups.rows[missing])
+        return slots, keep
+
+    def where(self, lookups: Lookups, step: Step | None) -> np.ndarray:
+        """Slots with the newest values of the lookups' rows; -1: only in the store.  Paused only."""
         if self.resident:
-            return rows, 0
-        keep = self.cache.lent
+            return lookups.rows
         if step is not None and step.batches == 1:
             for i, announced in enumerate(step.announced):
                 if announced.same_ids(lookups):
-                    return step.announced_slots(i), keep
-        slots = self._find(rows)
-        missing = np.flatnonzero(slots < 0)
-        if missing.size:  # places are for reading only, so duplicates may have one each
-            slots[missing] = self.cache.borrow(rows[missing])
-        return slots, keep
+                    return step.announced_slots(i)
+        return self._find(lookups.rows)
 
     def release(self) -> None:
         """End the loans for training: dirty rows go home, transfers go on."""

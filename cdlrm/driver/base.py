@@ -94,6 +94,7 @@ class Records(ABC):
 
     rows: int
     store: Store
+    reads_apart = False  # rows that are only read need no places among the others: `lookup_apart`
 
     @abstractmethod
     def resize(self, rows: int, spans: Sequence[tuple[int, int, int]]) -> None:
@@ -145,6 +146,11 @@ class Records(ABC):
         A bag is +0.0 plus its rows in order, each `weights[l] * row` if weighted; mean bags are then
         divided by their length; an empty bag is 0; the result is rounded to `out`'s dtype once.
         """
+
+    def lookup_apart(self, slots: np.ndarray, lookups: Lookups, out: Tensor) -> None:
+        """Like `lookup` where rows with slot -1 are only in the store: all are gathered in a place of their own, so
+        that reading makes the cache no larger."""
+        raise NotImplementedError(f"{type(self).__name__} reads rows where they are")
 
     @abstractmethod
     def weight_grad(self, call: Call, grad: Tensor) -> Tensor:

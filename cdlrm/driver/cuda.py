@@ -237,7 +237,7 @@ class CudaBackend(Backend):
         if array.nbytes == 0:
             return
         with self._lock:
-            pinned = self._registered.pop(array.ctypes.data)
+            pinned = self._registered.pop(array.ctypes.data, None)
             self._borders = sorted(border for each in self._registered.values() for border in each.borders())
         self._gauge.give_back(pinned.nbytes)
         pinned.release(self.calls)

@@ -92,6 +92,8 @@ class Staging:
 class GpuRecords(Records):
     """`weight` float32 [C, D] and `state` float32 [C, S] in device memory."""
 
+    reads_apart = True
+
     def __init__(self, driver: GpuDriver, store: Store, bases: np.ndarray, optimizer: Optimizer) -> None:
         self.driver, self.backend, self.store, self.bases = driver, driver.backend, store, bases
         self.transfer = driver.transfer
@@ -112,6 +114,9 @@ class GpuRecords(Records):
         self._fence: Event = None
         self._moved: Event = None  # all transfers so far
         self._staged: dict[int, Staging] = {}  # executed, not ended, by batch
+        self._uses: dict[Stream, Event] = {}  # the last work on records of each stream that was torch's current one
+        self._held.things["uses"] = self._uses
+        self._apart: DeviceBuffer = self.backend.alloc(0)  # rows that are only read
 
     def set_depth(self, depth: int) -> None:
         self.ring.limit = depth + 2
@@ -141,7 +146,7 @@ class GpuRecords(Records):
             self._replace(rows)
             return
         weight, state = self._places(rows)
-        backend.wait(stream, backend.record(backend.compute_stream()))
+        backend.wait(stream, self._computed())
         for to, start, count in spans:
             for new, old, width in ((weight, self.weight, self.dim), (state, self.state, self.state_width)):
                 size = 4 * width
@@ -158,7 +163,7 @@ class GpuRecords(Records):
     def _replace(self, rows: int) -> None:
         """`rows` places where nothing is kept of the old ones: their memory is given back first."""
         backend, before = self.backend, self.rows
-        backend.wait(self.transfer, backend.record(backend.compute_stream()))
+        backend.wait(self.transfer, self._computed())
         backend.synchronize(backend.record(self.transfer), "growth")
         self._held.things.pop("records", None)
         self.weight = self.state = backend.alloc(0)
@@ -172,6 +177,21 @@ class GpuRecords(Records):
             # torch may have freed this memory a moment ago, with work on it still to come on its own stream
             backend.wait(self.transfer, backend.record(backend.compute_stream()))
         self.rows = rows
+
+    def _computed(self) -> Event:
+        """An event after all that was computed, whichever streams were torch's current ones."""
+        stream = self.backend.compute_stream()
+        self._after_others(stream)
+        return self.backend.record(stream)
+
+    def _after_others(self, stream: Stream) -> None:
+        for other, event in list(self._uses.items()):
+            if other != stream:
+                self.backend.wait(stream, event)
+
+    def _used(self, stream: Stream) -> None:
+        """Work on records was issued on torch's current stream."""
+        self._uses[stream] = self.backend.record(stream)
 
     def _records(self) -> dict[str, int]:
         return {"weight": self.weight.address, "weight_stride": self.dim, "state": self.state.address,
@@ -264,7 +284,7 @@ class GpuRecords(Records):
 
     def _move(self, evicts: Any, fills: Any, copied: int) -> Slot:
         """Lists of a move outside of plans, on the device; after all that was computed."""
-        self.backend.wait(self.transfer, self.backend.record(self.backend.compute_stream()))
+        self.backend.wait(self.transfer, self._computed())
         slot = self._take_moves(Layout(), evicts, fills, copied)
         self.ring.upload(slot, self.transfer)
         return slot
@@ -291,17 +311,16 @@ class GpuRecords(Records):
     def batch_ended(self, plan: Plan) -> None:
         if self.driver.dead:
             return
-        stream = self.backend.compute_stream()
         if plan.staged is not None:
-            self.backend.wait(stream, plan.staged.slot.ready)  # for a batch that was not looked up
-        event = self.backend.record(stream)
+            self.backend.wait(self.backend.compute_stream(), plan.staged.slot.ready)  # also if it was not looked up
+        event = self._computed()
         self._ended.append((plan.batch, event))
         self._release(plan.batch, event)
 
     @_named("order of streams")
     def fence(self) -> None:
         if not self.driver.dead:
-            self._fence = self.backend.record(self.backend.compute_stream())
+            self._fence = self._computed()
 
     @_named("end")
     def forget_plans(self) -> None:
@@ -322,6 +341,7 @@ class GpuRecords(Records):
     @_named("lookup")
     def lookup(self, slots: np.ndarray, lookups: Lookups, out: Tensor, call: Call | None = None) -> None:
         stream = self.backend.compute_stream()
+        self._after_others(stream)
         staging = self._staging_of(call)
         if staging is not None and call is not None:
             number = call.announced
@@ -345,6 +365,62 @@ class GpuRecords(Records):
         }  # fmt: skip
         self.launcher.launch("lookup", (self.launcher.held, OUTPUTS[out.dtype]), bags, stream, values)
         self._done_with(extra, stream)
+        self._used(stream)
+
+    @_named("lookup")
+    def lookup_apart(self, slots: np.ndarray, lookups: Lookups, out: Tensor) -> None:
+        stream = self.backend.compute_stream()
+        self._after_others(stream)
+        rows, first, inverse = np.unique(lookups.rows, return_index=True, return_inverse=True)
+        at = slots[first].astype(np.int64)
+        cached, missing = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
+        self.carrier.before_read(rows[missing])
+        order, copied = self._fill_order(rows[missing])
+        layout = Layout()
+        layout.add("slots", inverse, np.int32)
+        add_inputs(layout, lookups)
+        if lookups.weights is not None:
+            layout.add("weights", lookups.weights, np.float32)
+        layout.add("own_rows", at[cached], np.int64)
+        layout.add("own_slots", cached, np.int32)
+        layout.add("fill_rows", rows[missing][order], np.int64)
+        layout.add("fill_slots", missing[order], np.int32)
+        self.carrier.fill_room(layout, copied)
+        slot = self.extra.take(layout)
+        if copied:
+            self.carrier.gather(slot, rows[missing][order][:copied])
+        if self._moved is not None:
+            self.backend.wait(stream, self._moved)
+        self.extra.upload(slot, stream)
+        room = self._room_apart(rows.size)
+        place = {"weight": room, "weight_stride": self.dim, "state": 0, "state_stride": 1}
+        ours = {"home_weight": self.weight.address, "home_weight_stride": self.dim, "home_state": 0,
+                "home_state_stride": 1, "staged": 0, "rows": slot.at("own_rows"),
+                "slots": slot.at("own_slots")}  # fmt: skip
+        theirs = {**self.carrier.home(slot, "fill"), "rows": slot.at("fill_rows"), "slots": slot.at("fill_slots")}
+        for count, ready, home in ((cached.size, cached.size, ours), (missing.size, copied, theirs)):
+            values = {**place, **home, "copied": ready, "count": count, "dim": self.dim, "state_width": 0,
+                      "tables": len(self.bases) - 1, "initial_state": 0.0, **self._seed_addresses}  # fmt: skip
+            self.launcher.launch("fill", (), count, stream, values)
+        bags = lookups.batch_size * lookups.mean.size
+        values = {
+            "weight": room, "weight_stride": self.dim, "slots": slot.at("slots"),
+            "starts": slot.at("starts0"), "columns": slot.at("columns0"), "mean": slot.at("mean0"),
+            "per_sample": slot.at("weights"), "out": self.backend.address(out), "dim": self.dim,
+            "batch": lookups.batch_size, "features": lookups.mean.size, "width": lookups.width,
+        }  # fmt: skip
+        self.launcher.launch("lookup", (self.launcher.held, OUTPUTS[out.dtype]), bags, stream, values)
+        self._done_with(slot, stream)
+        self._used(stream)
+
+    def _room_apart(self, rows: int) -> int:
+        """Address of room for weights of `rows` rows that are only read."""
+        if self._apart.nbytes < 4 * rows * self.dim:
+            self.backend.synchronize(self._computed(), "growth")
+            self._held.things.pop("apart", None)
+            self._apart = self.backend.alloc(0)
+            self._apart = self._held.things["apart"] = self.backend.alloc(4 * rows * self.dim)
+        return self._apart.address
 
     def _staging_of(self, call: Call | None) -> Staging | None:
         """The plan of an announced call, while it is on the device."""
@@ -366,6 +442,7 @@ class GpuRecords(Records):
     @_named("gradient of per-sample weights")
     def weight_grad(self, call: Call, grad: Tensor) -> Tensor:
         stream, lookups = self.backend.compute_stream(), call.lookups
+        self._after_others(stream)
         out = self.backend.output((lookups.rows.size,), torch.float32)
         staging, extra = self._staging_of(call), None
         if staging is not None and len(staging.lookups) == 1:
@@ -383,14 +460,18 @@ class GpuRecords(Records):
                   "out": self.backend.address(out)}  # fmt: skip
         self.launcher.launch("weight_grad", (), lookups.rows.size, stream, values)
         self._done_with(extra, stream)
+        self._used(stream)
         self.backend.hand_over(stream)
         return out
 
     def take_gradient(self, call: Call, grad: Tensor, keep: bool) -> None:
         """Mean bags are divided in the update's kernel, or here when the gradient is kept."""
+        lookups = call.lookups
         call.grad, call.divided = grad, keep
-        if keep:
-            lookups = call.lookups
+        if keep and (lookups.starts is None or not lookups.mean.any()):
+            call.grad = grad.clone()  # autograd may use the memory again
+        elif keep:
+            self.driver.waited("lengths of bags", 1)
             length = np.ones(grad.shape[0], np.float32)
             if lookups.starts is not None:
                 length[lookups.lookup_row] = divisors(lookups)
@@ -399,6 +480,7 @@ class GpuRecords(Records):
     @_named("update")
     def update(self, update: Update) -> None:
         stream = self.backend.compute_stream()
+        self._after_others(stream)
         calls, extra = update.calls, None
         lookups = [call.lookups for call in calls]
         divided = calls[0].divided
@@ -433,6 +515,7 @@ class GpuRecords(Records):
         self.launcher.apply(self._records(), self.formula.number, slot, update.segments.seg_slot.size, long, source,
                    {**formula, **steps}, suppress, stream)  # fmt: skip
         self._done_with(extra, stream)
+        self._used(stream)
 
     def _add_tables(self, layout: Layout, segments: Segments, calls: Sequence[Lookups]) -> None:
         """Each row's table, and which tables are used, for formulas that count steps."""
@@ -472,7 +555,7 @@ class GpuRecords(Records):
         self.closed = True
         if not self.driver.dead:
             self.forget_plans()
-            self.backend.synchronize(self.backend.record(self.backend.compute_stream()), "close")
+            self.backend.synchronize(self._computed(), "close")
             self.backend.synchronize(self.backend.record(self.transfer), "close")
             self.ring.close()
             self.extra.close()

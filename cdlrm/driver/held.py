@@ -26,6 +26,8 @@ def _let_go(backend: Backend, streams: tuple[Stream, ...], things: dict[str, Any
     try:
         for stream in (backend.compute_stream(), *streams):
             backend.synchronize(backend.record(stream), "close")
+        for event in things.get("uses", {}).values():  # streams that were torch's current ones once
+            backend.synchronize(event, "close")
     except DeviceError as error:  # a lost device uses nothing any more
         log.debug("%s", error)
     things.clear()
