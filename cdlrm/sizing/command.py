@@ -41,7 +41,7 @@ CALIBRATE_EXAMPLES = """\
 example:
   cdlrm calibrate --out here.json && cdlrm plan --profile here.json
 """
-DEFAULT_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+DEFAULT_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 BESIDE_TRACE = (
     "arch_sparse_feature_size", "optimizer", "mini_batch_size", "arch_mlp_bot", "arch_mlp_top", "arch_interaction_op",
     "arch_interaction_itself", "horizon", "prefetch_depth",
@@ -70,7 +70,8 @@ def add_plan(commands: Any) -> None:
     machine.add_argument("--cores", metavar="N", default=None, help="cores of the host (default: the profile's)")
     machine.add_argument("--host-memory", metavar="GB", default=None, help="of the host (default: the profile's)")
     machine.add_argument("--tf32", action="store_true", help="the MLPs use TF32, as torch does when it is told to")
-    grid = parser.add_argument_group("Caches", "each flag takes several values (default: seven from 1 % to all rows)")
+    about = "each flag takes several values (default: six from 1 % to half); all rows resident is always one of them"
+    grid = parser.add_argument_group("Caches", about)
     grid.add_argument("--cache-rows", nargs="+", metavar="N", default=[], help="rows that the cache holds")
     grid.add_argument("--cache-ratio", nargs="+", metavar="X", default=[], help="the same as a share of all rows")
     data = parser.add_argument_group("Data and model", "as for `cdlrm train`, or a recorded trace")
@@ -183,7 +184,7 @@ def run_plan(found: argparse.Namespace) -> int:
     config = _with_batch_size(found, config, ids, len(trace.names))
     shape = shape_of(config, len(trace.names), _num_dense(config, trace))
     question = Question(profile, shape, ids, config.horizon, config.prefetch_depth, found.tf32)
-    with Bar(len(sizes), found.progress, "plan", " caches") as bar:
+    with Bar(len({*sizes, ids.rows}), found.progress, "plan", " caches") as bar:
         given = answer(question, sizes, bar.update)
     sys.stdout.write(render(given) + "\n")
     if found.json is not None:
@@ -261,11 +262,11 @@ def _line(row: Row, ids: Ids, batch_size: int) -> str:
     copied = sum(m.copied for m in moves) / len(moves)
     mark = "*" if row.traffic.grown else ("" if row.traffic.full else "+")
     fits = "yes" if row.fits else ("host" if row.fits_device else "no")
-    cached = row.traffic.cache_rows
+    cached, limit = row.traffic.cache_rows, p.limit + " (all rows resident)" * row.traffic.resident
     return (
         f"{format(cached, ',') + mark:>13}{cached / ids.rows:>8.2%}{_gib(row.device_bytes):>11}"
         f"{_gib(row.host_bytes):>11}{fits:>6}{fills:>9,.0f}{copied:>9,.0f}{1e3 * p.step_seconds:>9.2f}"
-        f"{batch_size / p.step_seconds:>11,.0f}{p.stall_share:>7.0%}  {p.limit}"
+        f"{batch_size / p.step_seconds:>11,.0f}{p.stall_share:>7.0%}  {limit}"
     )
 
 

@@ -101,7 +101,8 @@ _COMMON_SOURCES = {
     "launch_us": "estimate: a kernel launch from PyTorch, back to back",
     "host": "assumed: a host of 8 cores and 64 GB/s, 16 and 200 for data-centre GPUs; memory of 2x the device's, at "
     "least 64 GB",
-    "planner_lookups_per_s": "80 ns a lookup on one core (design notes: 66-96 ns)",
+    "planner_lookups_per_s": "33 ns a lookup on one core: 27 to 31 ns of a busy core of an EPYC, 26 M rows, Zipf 1.05 "
+    "and 1.15 (ours: bench/planning.py, bench/results/planning.jsonl of 2026-11-29)",
     "segment_lookups_per_s": "15 ns a lookup (design notes: 12.6 ns for a stamp, 2 for a counting sort)",
 }
 
@@ -115,7 +116,7 @@ def _gpu(
         name=name, kind="gpu", cores=16 if server else 8, host_memory_bytes=int(max(64, 2 * memory_gb) * GB),
         host_gb_per_s=200.0 if server else 64.0,
         host_record_gb_per_s={32: 0.8, 64: 1.6, 128: 2.8, 256: 4.2, 512: 5.5, 1024: 6.5},
-        planner_lookups_per_s=12.5e6, segment_lookups_per_s=66e6, device_memory_bytes=int(memory_gb * GB),
+        planner_lookups_per_s=30e6, segment_lookups_per_s=66e6, device_memory_bytes=int(memory_gb * GB),
         device_gb_per_s=device_gb_per_s,
         device_random_share=0.6, fp32_tflops=fp32, tf32_tflops=tf32, dense_share=0.35, launch_us=6.0,
         link_to_device_gb_per_s=to_device, link_to_host_gb_per_s=to_host, link_both_gb_per_s=both,
