@@ -37,6 +37,7 @@ examples:
   cdlrm simulate --trace day_0.parquet --cache-rows 100000 200000 --policy lru min
 """
 TRACE_FIELDS = ("mini_batch_size", "num_batches", "nepochs", "seed", "arch_sparse_feature_size", "optimizer")
+SHORTENED = "~ the rows of depth + 1 batches do not always fit: there MIN(d), as every cache, holds fewer batches."
 RECORD_FIELDS = ("arch_sparse_feature_size", "optimizer")  # the size of what moves, not which rows
 GRID_FLAGS: dict[str, tuple[type, str]] = {
     "cache_rows": (int, "rows that the cache holds"),
@@ -224,18 +225,23 @@ def render(simulation: Any, seconds: float, proposals: dict[int, dict[str, Any]]
         f"{'policy':<8}{'cache rows':>14}{'share':>8}{'horizon':>9}{'depth':>7}{'fills':>14}{'a batch':>10}"
         f"{'hit rate':>10}{'/ MIN(0)':>10}{'/ MIN(d)':>10}",
     ]
-    grown = False
+    grown = shortened = False
     for r in simulation.results:
         mark = "*" if r["grown_to_rows"] else ""
         grown = grown or bool(mark)
+        held_less = "~" if r["hold_shortened"] and r["fills_over_mind"] else ""
+        shortened = shortened or bool(held_less)
         horizon = "all" if r["horizon"] is None else f"{r['horizon']:,}"
         lines.append(
             f"{r['policy']:<8}{format(r['cache_rows'], ',') + mark:>14}{r['cache_ratio']:>8.2%}{horizon:>9}"
             f"{r['prefetch_depth']:>7}{r['fills']:>14,}{r['fills_a_batch']:>10,.0f}"
-            f"{r['hit_rate_per_distinct_row']:>10.2%}{_ratio(r['fills_over_min0']):>10}{_ratio(r['fills_over_mind']):>10}"
+            f"{r['hit_rate_per_distinct_row']:>10.2%}{_ratio(r['fills_over_min0']):>10}"
+            f"{_ratio(r['fills_over_mind']) + held_less:>10}"
         )
     if grown:
         lines.append("* a batch needs more rows than this, so the cache grew (see grown_to_rows in --out).")
+    if shortened:
+        lines.append(SHORTENED)
     for number, proposal in proposals.items():
         lines.append(_said(simulation.results[number], proposal))
     return "\n".join(lines)

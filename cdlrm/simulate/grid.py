@@ -208,6 +208,7 @@ def _collect(
     found = [r for r in found if not (r["grown_to_rows"] and r["cache_rows"] in only_curve)]
     found += _curve(sorted(only_curve), caches)
     fewest = {(r["cache_rows"], r["prefetch_depth"]): r["fills"] for r in found if r["policy"] == "min"}
+    shortened = {(r["cache_rows"], r["prefetch_depth"]): r["hold_shortened"] for r in found if r["policy"] == "min"}
     touched = int(uses.touched_by_table().sum())
     results = []
     for result in found:
@@ -224,6 +225,7 @@ def _collect(
                 "bytes_filled": fills * record_bytes,
                 "fills_over_min0": fills / least0 if least0 else None,
                 "fills_over_mind": fills / least if least else None,
+                "hold_shortened": shortened.get((rows, result["prefetch_depth"])),  # batches of MIN(d)
                 "fills_by_table": None if by_table is None else dict(zip(trace.names, by_table, strict=True)),
             }
         )

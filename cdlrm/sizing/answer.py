@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..report import size
 from ..plan import shards_for
+from ..report import size
 from .model import HIDDEN, TRAINER, Prediction, padded, predict, useful_shards
 from .profiles import Profile
 from .traffic import Ids, Traffic, everything_resident, run_planners
