@@ -17,6 +17,7 @@ from cdlrm.errors import ConfigError, DataError
 from cdlrm.plan import Planner
 from cdlrm.simulate.trace import BatchRows, SourceTrace, Trace
 from cdlrm.sizing.answer import Question, answer
+from cdlrm.sizing.command import render, render_profile
 from cdlrm.sizing.fit import cost, fit_costs
 from cdlrm.sizing.measure import Case
 from cdlrm.sizing.model import contended, fill_seconds, padded, pipeline, predict, stages_of
@@ -338,6 +339,28 @@ def test_a_calibrated_profile_predicts_every_stage(measured: Profile, tmp_path: 
     assert large.step_seconds >= small.step_seconds > 0
     resident = predict(measured, shape, [moves._replace(copied=0, generated=0, written=0)], 1, None)
     assert resident.step_seconds <= small.step_seconds and resident.seconds_of("transfer") == 0
+
+
+def test_impossible_rates_are_undone_and_a_busy_machine_is_said(measured: Profile, tmp_path: Path) -> None:
+    memory = object.__new__(measure_module.Memory)
+    memory.sequential, memory.records = measure_module.Least(), {}
+    piece = measure_module.TABLE_BYTES // measure_module.PIECES
+    for wall in (0.002, 0.001, 0.002):
+        memory.sequential.add(wall, wall)
+    for size, share in {32: 0.1, 64: 0.3, 128: 0.2, 256: 1.5}.items():  # of the pace of a sequential copy
+        memory.records[size] = measure_module.Least()
+        memory.records[size].add(0.001 / share, 0.001 / share)
+    copied = piece / 0.001 / 1e9
+    assert memory.gb_per_s() == pytest.approx(2 * copied) and memory.sequential.spread == 2.0
+    shares = {size: rate / copied for size, rate in memory.record_gb_per_s().items()}
+    assert shares == pytest.approx({32: 0.1, 64: 0.3, 128: 0.3, 256: 1.0})
+    rates = list(measured.host_record_gb_per_s.values())
+    assert rates == sorted(rates) and rates[-1] <= measured.host_gb_per_s / 2 and measured.spread >= 1
+    quiet, busy = (dataclasses.replace(measured, spread=spread) for spread in (1.05, 1.8))
+    assert "busy" not in render_profile(quiet) and "1.8 times the least" in render_profile(busy)
+    save_profile(busy, tmp_path / "busy.json")
+    given = answer(ask(load_profile(str(tmp_path / "busy.json")), read_ids(skewed(20))), [700])
+    assert "run `cdlrm calibrate` again" in render(given)
 
 
 # --- commands ---

@@ -57,8 +57,8 @@ def add_trace(data: Any) -> None:
     data.add_argument(
         "--trace", metavar="FILE", default=None,
         help="a recorded trace instead of data: Parquet with one record a batch, column rows (list<int64>: the rows "
-        "looked up, of all tables laid one after another), file metadata cdlrm.table_rows (JSON); or .npz with rows, "
-        "starts and table_rows",
+        "looked up, of all tables laid one after another), optional column epoch (int32: windows end with an epoch), "
+        "file metadata cdlrm.table_rows (JSON); or .npz with rows, starts and table_rows",
     )  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def add_simulate(commands: Any) -> None:
     )  # fmt: skip
     data = parser.add_argument_group("Data", "as for `cdlrm train`, or a recorded trace")
     add_trace(data)
-    data.add_argument("--record", metavar="FILE", default=None, help="write the trace that is read, as .parquet")
+    about = "write the trace that is read, as .parquet (see --trace); after Ctrl-C, of the batches until then"
+    data.add_argument("--record", metavar="FILE", default=None, help=about)
     add_settings(data, trace_fields())
     output = parser.add_argument_group("Output")
     output.add_argument("--out", metavar="FILE", default=None, help="one JSON line a configuration")
@@ -119,13 +120,13 @@ def run_simulate(found: argparse.Namespace) -> int:
             simulation = simulate(
                 trace, grid, workers=workers, record_bytes=record_bytes(config), progress=bar.update, recorder=recorder
             )
-    except BaseException:
+    except BaseException as error:
         if recorder is not None:
-            recorder.close(keep=False)
+            recorder.close(keep=isinstance(error, KeyboardInterrupt))
         raise
     seconds = time.perf_counter() - started
     if recorder is not None:
-        recorder.close(keep=not simulation.summary["interrupted"])
+        recorder.close()
     proposals = _proposals(trace, simulation, workers, check=found.propose_resident)
     if found.out is not None:
         _write_lines(Path(found.out), simulation, proposals)
@@ -134,6 +135,8 @@ def run_simulate(found: argparse.Namespace) -> int:
 
         draw(simulation, Path(found.figure))
     sys.stdout.write(render(simulation, seconds, proposals) + "\n")
+    if recorder is not None and simulation.summary["interrupted"]:
+        sys.stdout.write(f"{found.record} has the {recorder.batches:,} batches that were read; it is a whole trace.\n")
     return 130 if simulation.summary["interrupted"] else 0
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..config import TrainConfig
 from ..errors import ConfigError, DataError
+from ..interrupt import interrupt_later
 from . import policies
 from .caches import Cache, LookAheadCache, LruCurve, MinCache
 from .policies import PolicyCache
@@ -154,12 +155,13 @@ def simulate_caches(
         running = _Running(pool, progress)
         try:
             for batch in trace:
-                uses.add(batch)
-                if recorder is not None:
-                    recorder.add(batch)
-                if uses.untaken and (uses.newest_lookups >= STRETCH_LOOKUPS or uses.untaken >= STRETCH_BATCHES):
-                    running.wait()
-                    running.start(uses.take(ended=False), caches)
+                with interrupt_later():  # what is counted is what is recorded
+                    uses.add(batch)
+                    if recorder is not None:
+                        recorder.add(batch)
+                    if uses.untaken and (uses.newest_lookups >= STRETCH_LOOKUPS or uses.untaken >= STRETCH_BATCHES):
+                        running.wait()
+                        running.start(uses.take(ended=False), caches)
         except KeyboardInterrupt:
             interrupted = True
         running.wait()

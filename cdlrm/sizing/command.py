@@ -35,7 +35,8 @@ examples:
 """
 CALIBRATE_ABOUT = """\
 Measure this machine for `cdlrm plan`: memory, the stages of a step on small tables, the MLPs, and whole steps; about
-half a minute.  What else runs meanwhile makes the machine look slower than it is.
+a minute, longer on a busy machine.  What else runs meanwhile makes the machine look slower than it is: the repeats
+tell, and the profile and `cdlrm plan` say so.
 """
 CALIBRATE_EXAMPLES = """\
 example:
@@ -130,7 +131,10 @@ def _measure(shown: bool) -> Profile:
 
 
 def render_profile(profile: Profile) -> str:
+    from .profiles import doubt
+
     records = ", ".join(f"{bytes_} B {rate:.1f}" for bytes_, rate in profile.host_record_gb_per_s.items())
+    doubts = doubt(profile)
     return "\n".join([
         f"{profile.name}: {profile.cores} cores, {profile.host_memory_bytes / 2**30:.1f} GiB",
         f"  {'memory, sequential':<34}{profile.host_gb_per_s:>10.1f} GB/s",
@@ -138,6 +142,8 @@ def render_profile(profile: Profile) -> str:
         f"  {'planning, one core':<34}{profile.planner_lookups_per_s / 1e6:>10.1f} million lookups/s",
         f"  {'MLPs, at best':<34}{1e3 * profile.fp32_tflops:>10.1f} GFLOP/s",
         f"  {'a core second beside the trainer':<34}{profile.background_cost:>10.2f} s of the trainer's",
+        f"  {'repeats, median over least':<34}{profile.spread:>10.2f}",
+        *([] if doubts is None else [doubts]),
     ])  # fmt: skip
 
 
@@ -207,6 +213,8 @@ def _with_batch_size(found: argparse.Namespace, config: TrainConfig, ids: Ids, f
 
 def render(given: Answer) -> str:
     """The answer as text."""
+    from .profiles import doubt
+
     q = given.question
     ids, shape = q.ids, q.shape
     title = f"Plan for {q.profile.name}"
@@ -239,6 +247,8 @@ def render(given: Answer) -> str:
     lines.append(
         f"Reading took {1e3 * ids.read_seconds:.1f} ms a batch on one thread here; it overlaps, and is left out."
     )
+    doubts = doubt(q.profile)
+    lines += [] if doubts is None else [doubts]
     lines.append(given.advice)
     return "\n".join(lines)
 

@@ -16,6 +16,8 @@ from ..errors import ConfigError, DataError
 
 GB = 10**9
 FORMAT = 1
+BUSY = 1.3
+"""A spread of repeats above which a profile is doubted: on an idle machine it is below 1.1 or so (estimate)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Profile:
     that is left to plan when everything is resident.
     `costs`, of a measured machine: stage -> "wall" or "core" -> unit of work -> seconds.  `background_cost`: seconds
     that the trainer loses for each core second of planning and copying beside it, beyond the core that it lacks
-    (caches, memory and the interpreter's lock are shared).
+    (caches, memory and the interpreter's lock are shared).  `spread`: of the repeats that a measured machine's figures
+    are from, the median time over the least; above BUSY something else ran meanwhile.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Profile:
     staged_share: float = 1.0
     costs: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
     background_cost: float = 0.0
+    spread: float = 1.0
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def host_record_rate(self, record_bytes: int) -> float:
@@ -66,6 +70,16 @@ class Profile:
     def zero_copy_rate(self, record_bytes: int) -> float:
         """GB/s of a kernel that reads host records in place."""
         return self.link_to_device_gb_per_s * interpolate(self.zero_copy_share, record_bytes)
+
+
+def doubt(profile: Profile) -> str | None:
+    """What to say of a profile that was measured on a busy machine."""
+    if profile.spread <= BUSY:
+        return None
+    return (
+        f"The machine was busy while this profile was measured (a repeat typically took {profile.spread:.1f} times the "
+        "least): it looks slower than it is; run `cdlrm calibrate` again when nothing else runs."
+    )
 
 
 def interpolate(by_size: dict[int, float], size: float) -> float:
