@@ -92,9 +92,9 @@ class Memory:
 
     def measure(self) -> None:
         pieces = zip(self.target.chunk(PIECES), self.source.chunk(PIECES), strict=True)
-        for target, source in pieces:
+        for piece, read in pieces:
             with Timer() as timer:
-                target.copy_(source)
+                piece.copy_(read)
             self.sequential.add(timer.wall, timer.core)
         for _ in range(RECORD_REPEATS):
             for size, least in self.records.items():
