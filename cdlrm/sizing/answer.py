@@ -201,6 +201,7 @@ def advise(question: Question, considered: Sequence[Row], chosen: Row | None) ->
     hides = ": it hides the transfer" if chosen.hidden else ""
     resident = next(row for row in considered if row.traffic.resident)
     apart = "" if resident.fits else f"; everything resident needs {_needs(resident)}, which is not there"
+    use += ", estimated from those planned" * chosen.traffic.estimated
     return f"{use}{hides}: {pace}{waiting}, {limit}{apart}; {_what_helps(question, considered, chosen)}."
 
 
