@@ -295,6 +295,7 @@ def as_mapping(given: Answer) -> dict[str, Any]:
             "cache_ratio": r.traffic.cache_rows / q.ids.rows,
             "grows": r.traffic.grown,
             "full": r.traffic.full,
+            "estimated": r.traffic.estimated,
             "device_bytes": r.device_bytes,
             "host_bytes": r.host_bytes,
             "fits_device": r.fits_device,
