@@ -111,7 +111,13 @@ def build_parser() -> Parser:
         commands, "predict", "click probabilities of a checkpoint on new files, to Parquet", run_predict,
         "cdlrm predict --checkpoint run --data 'new/*.parquet' --out probabilities.parquet",
     ).add_argument("--out", metavar="FILE", help="the Parquet file to write: row, probability, label")  # fmt: skip
-    info = commands.add_parser("info", help="versions, processor, memory, GPU support")
+    info = commands.add_parser(
+        "info",
+        usage="cdlrm info [--json]",
+        help="versions, processor, memory, GPU support",
+        description="What this machine has, and the versions that matter; for a report of a fault, add it.",
+        epilog="examples:\n  cdlrm info\n  cdlrm info --json > machine.json\n",
+    )
     info.add_argument("--json", action="store_true", help="as JSON")
     info.add_argument("--debug", action="store_true", help="show the traceback of an error")
     info.set_defaults(command=run_info, parser=info)

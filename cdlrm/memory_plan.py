@@ -164,7 +164,7 @@ class _Cut:
 
     def __init__(self, source: Source, rows: list[int], limit: int) -> None:
         self._source, self._rows, self._limit = source, dict(zip(source.features, rows, strict=True)), limit
-        self.largest = 0  # lookups of a batch
+        self.largest = 0  # distinct rows of a batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -173,9 +173,10 @@ class _Cut:
         for number, batch in enumerate(self._source):
             if number == self._limit:
                 return
+            distinct = sum(int(jagged.values.unique().numel()) for jagged in batch.sparse.values())
+            self.largest = max(self.largest, distinct)
             for name, jagged in batch.sparse.items():
                 jagged.values.remainder_(self._rows[name])
-            self.largest = max(self.largest, sum(len(jagged.values) for jagged in batch.sparse.values()))
             yield batch
 
 
@@ -203,7 +204,7 @@ class Peak:
     device: int = 0
     pinned: int = 0
     driver: Driver | None = None
-    read_only: int = 0  # lookups of the largest evaluated batch
+    read_only: int = 0  # distinct rows of the largest evaluated batch
 
 
 def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
@@ -319,7 +320,7 @@ def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: P
         features=len(data.features), lookups=use.lookups, distinct=use.largest, long_chunks=use.long_chunks,
         several=use.several, mean=config.pooling == "mean", written=changed, read_only=peak.read_only,
         counts_steps=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).counts_steps,
-        growing=layout.slots < use.largest or (config.resume and peak.read_only > 0),
+        growing=layout.slots < use.largest,
         saves=0 if config.checkpoint_every is None else use.batches * config.nepochs // config.checkpoint_every,
     )  # fmt: skip
 

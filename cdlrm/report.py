@@ -126,6 +126,8 @@ def _cache(cache: Mapping[str, Any]) -> list[str]:
         "shorter windows": ("short_windows", "plans, because batches did not arrive in time; no result depends on it"),
         "unannounced": ("unannounced", "lookups that the look-ahead had not announced, fetched on demand"),
     }
+    depth, shortened = cache["prefetch_depth"], cache["mind_shortened"]
+    fewer = f", which was shortened for {shortened:,} batches: it does not fit the cache" if shortened else ""
     notes = [_row(name, f"{cache[key]:,} {words}") for name, (key, words) in seldom.items() if cache[key]]
     return [
         "Cache",
@@ -136,8 +138,8 @@ def _cache(cache: Mapping[str, Any]) -> list[str]:
         _row("written back", f"{cache['rows_written']:,} rows, {size(cache['bytes_written'])}"),
         _row("fills / MIN(0)", f"{number(cache['fills_over_min0'], '.4f')} (MIN(0): the fewest that any cache moves)"),
         _row(
-            f"fills / MIN({cache['prefetch_depth']})",
-            f"{number(cache['fills_over_mind'], '.4f')} (the fewest with prefetch depth {cache['prefetch_depth']})",
+            f"fills / MIN({depth})",
+            f"{number(cache['fills_over_mind'], '.4f')} (the fewest with prefetch depth {depth}{fewer})",
         ),
         *notes,
     ]

@@ -8,7 +8,8 @@ Keys: `steps`, `lookups`, `distinct` (rows a batch), `hits` (distinct rows that 
 ones), `rows_written` (by evicts and flushes), `bytes_filled`, `bytes_written`, `grows`, `short_windows`,
 `unannounced`, `skipped_steps`, `cache_rows`, `table_rows`, `min0_fills` and `mind_fills` (what MIN(0) and
 MIN(prefetch_depth) would have filled on the same batches), `mind_fills_double` (MIN(prefetch_depth) in a
-cache twice as large), `prefetch_depth`, `horizon` (of the newest look-ahead), `metadata_bytes`, and seconds
+cache twice as large), `mind_shortened` (batches for which MIN(prefetch_depth) held less than that, because the rows
+of so many batches do not fit), `prefetch_depth`, `horizon` (of the newest look-ahead), `metadata_bytes`, and seconds
 of each stage.
 """
 
@@ -50,6 +51,7 @@ def group_stats(group: Group) -> dict[str, Any]:
         "min0_fills": 0 if minimum is None else minimum.fills,
         "mind_fills": 0 if minimum is None else minimum.fills_at(depth),
         "mind_fills_double": 0 if minimum is None else minimum.double_fills,
+        "mind_shortened": 0 if minimum is None else minimum.shortened_at(depth),
         "prefetch_depth": depth,
         "horizon": group.horizon,
         "metadata_bytes": group.planner.metadata_bytes,

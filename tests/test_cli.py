@@ -192,6 +192,8 @@ def test_no_progress_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cdlrm.machine.package_version", lambda name: None if name == "torchrec" else "1.2.3")
+    assert main(["info", "--help"]) == 0
+    assert "cdlrm info --json > machine.json" in capsys.readouterr().out
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out and "missing: torchrec" in out and "pip install 'cdlrm[torchrec]'" in out

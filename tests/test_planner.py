@@ -179,7 +179,12 @@ def test_fills_equal_furthest_next_use_on_larger_traces(depth: int, zipf: float)
         counter = MinCounter(600, slots, depth)
         for batch in small:
             counter.add(np.asarray(batch, np.int64))
-        assert int(counter.fills) == best
+        assert int(counter.fills) == best and counter.shortened_at(depth) == 0
+    tight = MinCounter(600, max(map(len, small)), depth)  # each batch alone fits, not always with those before it
+    held = [len(set().union(*map(set, small[max(0, b - depth) : b + 1]))) for b in range(len(small))]
+    for batch in small:
+        tight.add(np.asarray(batch, np.int64))
+    assert tight.shortened_at(depth) == sum(rows > tight.cache_rows for rows in held)
 
 
 @pytest.mark.parametrize("horizon", [0, 1, 2, 3, 8, 20, 100])

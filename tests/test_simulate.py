@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from cdlrm.plan import MinCounter, Planner
 from cdlrm.simulate import grid as grid_module
 from cdlrm.simulate.grid import POLICIES, Grid, simulate
 from cdlrm.simulate.policies import PolicyCache
-from cdlrm.simulate.trace import BatchRows, FileTrace, Recorder, Trace
+from cdlrm.simulate.trace import BatchRows, FileTrace, Recorder, SourceTrace, Trace
 from cdlrm.simulate.uses import Uses
 
 SMALL = ["--synthetic-rows", "3000-500-7-10000-2", "--mini-batch-size", "256", "--no-progress"]
@@ -312,6 +313,49 @@ def test_ctrl_c_reports_what_was_read(tmp_path: Path, monkeypatch: pytest.Monkey
     part = simulate(trace, Grid(cache_rows=[9]))
     assert part.summary.pop("interrupted") and not whole.summary.pop("interrupted")
     assert part == whole
+
+
+@pytest.mark.parametrize("while_adding", [False, True])
+def test_ctrl_c_keeps_what_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], while_adding: bool
+) -> None:
+    """A whole trace of the batches that were counted, wherever the signal comes: between two batches, or inside one."""
+    data = ["simulate", *SMALL, "--num-batches", "9", "--cache-ratio", "0.2"]
+    whole, part, out = tmp_path / "whole.parquet", tmp_path / "part.parquet", tmp_path / "o.jsonl"
+    assert main([*data, "--record", str(whole)]) == 0
+    assert "whole trace" not in capsys.readouterr().out
+    read, add, came = SourceTrace.__iter__, Recorder.add, iter(range(9))
+
+    def batches(self: SourceTrace) -> Iterator[BatchRows]:
+        for number, batch in enumerate(read(self)):
+            if number == 4:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    def adding(self: Recorder, batch: BatchRows) -> None:
+        if next(came) == 3:
+            signal.raise_signal(signal.SIGINT)
+        add(self, batch)
+
+    monkeypatch.setattr(*((Recorder, "add", adding) if while_adding else (SourceTrace, "__iter__", batches)))
+    assert main([*data, "--record", str(part), "--out", str(out)]) == 130
+    assert f"{part} has the 4 batches that were read; it is a whole trace." in capsys.readouterr().out
+    monkeypatch.undo()
+    found = list(FileTrace(str(part)))
+    assert len(found) == 4 == json.loads(out.read_text().splitlines()[0])["batches"]
+    for mine, full in zip(found, FileTrace(str(whole)), strict=False):
+        assert mine.rows.tolist() == full.rows.tolist() and mine.epoch == full.epoch
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_ctrl_c_before_the_first_batch_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(self: SourceTrace) -> Iterator[BatchRows]:
+        signal.raise_signal(signal.SIGINT)
+        yield from ()
+
+    monkeypatch.setattr(SourceTrace, "__iter__", stopped)
+    assert main(["simulate", *SMALL, "--record", str(tmp_path / "t.parquet")]) == 130
+    assert not list(tmp_path.iterdir())
 
 
 def test_recording_that_fails_leaves_no_file(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from cdlrm.errors import ConfigError, DataError
 from cdlrm.plan import Planner
 from cdlrm.simulate.trace import BatchRows, SourceTrace, Trace
 from cdlrm.sizing.answer import Question, answer
+from cdlrm.sizing.command import render, render_profile
 from cdlrm.sizing.fit import cost, fit_costs
 from cdlrm.sizing.measure import Case
 from cdlrm.sizing.model import contended, fill_seconds, padded, pipeline, predict, stages_of
@@ -87,7 +88,7 @@ def test_flops_and_shapes_by_hand() -> None:
 def test_stages_of_a_gpu_by_hand() -> None:
     moves = Moves(lookups=4000, distinct=1000, copied=300, generated=100, written=400)
     by_name = {stage.name: stage for stage in stages_of(GPU, SHAPE, moves, 5000)}
-    assert by_name["scan + plan"].seconds == pytest.approx(4000 / 12.5e6)  # a small cache is one shard
+    assert by_name["scan + plan"].seconds == pytest.approx(4000 / 30e6)  # a small cache is one shard
     assert by_name["write-back"].seconds == pytest.approx(400 * 96 / (25.6e9 * 0.9) + 6e-6)
     link = 300 * 96 / (25e9 * interpolate(GPU.zero_copy_share, 96))
     random = 1008e9 * 0.6
@@ -214,7 +215,11 @@ def test_the_smallest_hiding_cache_lies_between_one_that_waits_and_one_that_does
     assert given.rows[at - 1].traffic.cache_rows < given.hiding.traffic.cache_rows <= given.rows[at].traffic.cache_rows
     exact = question.ask(run_planner(question.ids, given.hiding.traffic.cache_rows, 16, 1))
     assert exact.prediction.step_seconds == pytest.approx(given.hiding.prediction.step_seconds, rel=0.1)
-    assert given.chosen is not None and "hides the transfer" in given.advice
+    assert given.rows[-1].traffic.resident and "Keep everything resident" in given.advice
+    small = dataclasses.replace(slow, device_memory_bytes=int(given.rows[-2].device_bytes / 0.9) + 1)
+    given = answer(dataclasses.replace(question, profile=small), [300, 600, 1200, 3900])
+    assert given.chosen is not None and not given.rows[-1].fits
+    assert "hides the transfer" in given.advice and "everything resident needs" in given.advice
 
 
 def test_advice_for_each_case() -> None:
@@ -222,13 +227,50 @@ def test_advice_for_each_case() -> None:
     assert "Keep everything resident" in answer(ask(GPU, ids), [300, 4000]).advice
     tiny = dataclasses.replace(GPU, device_memory_bytes=10**8)
     assert "does not fit: the smallest cache" in answer(ask(tiny, ids), [300, 4000]).advice
-    poor = dataclasses.replace(GPU, host_memory_bytes=10**5)
+    poor = dataclasses.replace(tiny, host_memory_bytes=10**5)
     given = answer(ask(poor, ids), [300])
     assert given.chosen is None and "--store file:DIR" in given.advice and not given.rows[0].fits_host
     slow = dataclasses.replace(GPU, link_to_device_gb_per_s=1e-3, link_to_host_gb_per_s=1e-3, link_both_gb_per_s=2e-3)
+    room = ask(slow, ids).ask(run_planner(ids, 400, 16, 1)).device_bytes
+    slow = dataclasses.replace(slow, device_memory_bytes=int(room / 0.9) + 1)
     given = answer(ask(slow, ids), [300, 400])
     assert "a link twice as fast would make it" in given.advice and "limited by" in given.advice
-    assert given.hiding is None and given.rows[0].prediction.limit in ("fill", "write-back")
+    assert "of memory for everything resident would make it" in given.advice
+    assert given.hiding is not None and not given.hiding.fits
+    assert given.rows[0].prediction.limit in ("fill", "write-back")
+
+
+@pytest.mark.parametrize("memory_gb", [24.0, 0.785])
+def test_advice_is_no_worse_for_leaving_sizes_out(memory_gb: float) -> None:
+    """The advice after two small caches is that after all sizes, and says nothing that a larger cache contradicts."""
+    rng = np.random.default_rng(5)
+    ids = read_ids(Given([(rng.zipf(1.2, 40_000) % 900_000).astype(np.int64) for _ in range(12)], [900_000]))
+    profile = dataclasses.replace(GPU, device_memory_bytes=int(memory_gb * 1e9), planner_lookups_per_s=3e6)
+    few, all_ = (
+        answer(ask(profile, ids), sizes) for sizes in ([45_000, 90_000], [45_000, 90_000, 300_000, 600_000, 900_000])
+    )
+    assert few.chosen is not None and all_.chosen is not None
+    assert few.chosen.prediction.step_seconds == pytest.approx(all_.chosen.prediction.step_seconds, rel=0.03)
+    assert few.rows[-1].traffic.resident and few.rows[-1].fits == (memory_gb > 1)
+    if memory_gb < 1:
+        assert few.chosen.traffic.cache_rows < 900_000 and "of memory for everything resident would" in few.advice
+
+
+def test_more_shards_are_advised_where_one_limits() -> None:
+    rng = np.random.default_rng(5)
+    ids = read_ids(Given([rng.integers(0, 100_000, 80_000) for _ in range(12)], [100_000]))
+    planner = dataclasses.replace(GPU, planner_lookups_per_s=1e6)
+    room = ask(planner, ids).ask(run_planner(ids, 70_000, 16, 1)).device_bytes
+    planner = dataclasses.replace(planner, device_memory_bytes=int(room / 0.9) + 1)
+    question = ask(planner, ids)
+    given = answer(question, [70_000])
+    assert given.chosen is not None and given.chosen.prediction.limit == "scan + plan"
+    step = given.chosen.prediction.step_seconds
+    assert step == pytest.approx(80_000 / 1e6)  # one shard, on one of eight cores
+    with_shards = question.step_with(given.chosen.traffic, shards=4)
+    assert with_shards == pytest.approx(step / 4)  # 80,000 lookups are worth four threads
+    assert "shards=4" in given.advice and "would make it 75% shorter" in given.advice
+    assert "twice the cores" not in given.advice and "no other cache size" not in given.advice
 
 
 def test_memory_grows_with_the_cache_and_the_rows() -> None:
@@ -297,6 +339,28 @@ def test_a_calibrated_profile_predicts_every_stage(measured: Profile, tmp_path: 
     assert large.step_seconds >= small.step_seconds > 0
     resident = predict(measured, shape, [moves._replace(copied=0, generated=0, written=0)], 1, None)
     assert resident.step_seconds <= small.step_seconds and resident.seconds_of("transfer") == 0
+
+
+def test_impossible_rates_are_undone_and_a_busy_machine_is_said(measured: Profile, tmp_path: Path) -> None:
+    memory = object.__new__(measure_module.Memory)
+    memory.sequential, memory.records = measure_module.Least(), {}
+    piece = measure_module.TABLE_BYTES // measure_module.PIECES
+    for wall in (0.002, 0.001, 0.002):
+        memory.sequential.add(wall, wall)
+    for size, share in {32: 0.1, 64: 0.3, 128: 0.2, 256: 1.5}.items():  # of the pace of a sequential copy
+        memory.records[size] = measure_module.Least()
+        memory.records[size].add(0.001 / share, 0.001 / share)
+    copied = piece / 0.001 / 1e9
+    assert memory.gb_per_s() == pytest.approx(2 * copied) and memory.sequential.spread == 2.0
+    shares = {size: rate / copied for size, rate in memory.record_gb_per_s().items()}
+    assert shares == pytest.approx({32: 0.1, 64: 0.3, 128: 0.3, 256: 1.0})
+    rates = list(measured.host_record_gb_per_s.values())
+    assert rates == sorted(rates) and rates[-1] <= measured.host_gb_per_s / 2 and measured.spread >= 1
+    quiet, busy = (dataclasses.replace(measured, spread=spread) for spread in (1.05, 1.8))
+    assert "busy" not in render_profile(quiet) and "1.8 times the least" in render_profile(busy)
+    save_profile(busy, tmp_path / "busy.json")
+    given = answer(ask(load_profile(str(tmp_path / "busy.json")), read_ids(skewed(20))), [700])
+    assert "run `cdlrm calibrate` again" in render(given)
 
 
 # --- commands ---

@@ -68,6 +68,27 @@ def test_simulated_fills_equal_those_of_real_runs(tmp_path: Path) -> None:
     assert fills[0] == fills[1] and len(fills[0]) == 8
 
 
+def test_the_table_marks_what_is_not_as_it_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cache that grew, a depth that is the horizon, a horizon that was raised, a depth that does not fit."""
+    grid = ["--cache-rows", "300", "3000", "--horizon", "1", "--prefetch-depth", "1", "2", "horizon"]
+    marked = {}
+    for mode in ([], ["--simulate"]):
+        out = tmp_path / f"{len(marked)}.jsonl"
+        assert main([*RUN, *mode, *grid, "--out", str(out)]) == 0
+        said = capsys.readouterr().out
+        rows = [line.split() for line in said.splitlines() if line.split()[0] == "256"]
+        marked[len(marked)] = [(row[2], row[4], row[5], row[-1][-1] == "~") for row in rows]
+        for legend in ("* a batch needs", "= the depth is", "+ a shorter horizon", "~ the rows of depth"):
+            assert said.count(legend) == 1
+    grew = marked[0][0][0]
+    assert grew.endswith("*") and 300 < int(grew[:-1]) < 1000
+    three = [("1", "1", True), ("2+", "2", True), ("1", "1=", True)]
+    assert marked[0] == [(grew, *r) for r in three] + [("3,000", *r[:2], False) for r in three]
+    assert marked[1] == marked[0]
+    assert main([*RUN, "--simulate", "--cache-rows", "3000", "--horizon", "2", "--out", str(tmp_path / "x.jsonl")]) == 0
+    assert not any(mark in capsys.readouterr().out for mark in ("*", "=", "+", "~"))
+
+
 def test_a_sweep_goes_on_after_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import cdlrm.train as training
 

@@ -239,8 +239,9 @@ class CudaBackend(Backend):
         with self._lock:
             pinned = self._registered.pop(array.ctypes.data, None)
             self._borders = sorted(border for each in self._registered.values() for border in each.borders())
-        self._gauge.give_back(pinned.nbytes)
-        pinned.release(self.calls)
+        if pinned is not None:  # else `close` was first
+            self._gauge.give_back(pinned.nbytes)
+            pinned.release(self.calls)
 
     def address(self, tensor: torch.Tensor) -> int:
         if tensor.device != self.device or not tensor.is_contiguous():

@@ -21,7 +21,7 @@ class Need:
 
     `rows` of the tables, `dim` and `state_width` in floats, `slots` of the cache (all rows: `resident`), `in_file`.
     The batch: `batch_size`, `features`, `lookups`, `distinct` rows, `long_chunks` of rows with many lookups,
-    `several` ids a bag, `mean` bags.  `read_only`: lookups of the largest evaluated
+    `several` ids a bag, `mean` bags.  `read_only`: distinct rows of the largest evaluated
     batch (0: nothing is evaluated).  `counts_steps`: the optimizer does.  `growing`: the records are
     copied to a larger place while they are in use.  `written`: rows that are written home at once: at each of its
     `saves`, or (0) at the end of the run only.
@@ -67,7 +67,7 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
     flags, steps = 4 * (FLAGS + 1), 16 * need.tables if need.counts_steps else 0
     device = {
         "records": need.slots * record,
-        "places for evaluation": places * record,
+        "rows of an evaluation": places * 4 * need.dim,
         "ring slots": trained,
         "outputs": 4 * need.dim * need.features * need.batch_size,
         "chunk sums": 8 * need.long_chunks * need.dim,
@@ -87,7 +87,7 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
 def ring_bytes(need: Need, staged: bool) -> int:
     """All slots of the ring, after the run."""
     record = 4 * (need.dim + need.state_width)
-    first = need.rows if need.resident else need.read_only  # all rows are filled, or those of an evaluation borrowed
+    first = need.rows if need.resident else 0  # all rows are filled
     slots = [0] * (3 if need.resident else need.prefetch_depth + 2)
     moves = [  # how often, and the bytes of one
         (-(-first // PIECE_ROWS), 12 * min(first, PIECE_ROWS)),

@@ -155,6 +155,7 @@ class MinCounter:
         self._users = np.zeros(1 << int(self.depths.max() + 2).bit_length(), np.int64)
         self._regs = np.zeros((count, 3), np.int64)
         self._fills = np.zeros(count, np.int64)
+        self._shortened = np.zeros(count, np.int64)
 
     def add(self, rows: np.ndarray) -> None:
         """Count the distinct `rows int64 [U]` of the next batch."""
@@ -163,6 +164,7 @@ class MinCounter:
             rows, self.batches, self.cache_rows * self._times, self.depths, self._last_use, self._users,
             self._free_from, self._parent, self._delta, self._regs, self._fills,
         )  # fmt: skip
+        self._shortened += self._regs[:, HELD] > np.maximum(self.batches - self.depths, 0)
         self.batches += 1
 
     def resize(self, cache_rows: int) -> None:
@@ -170,7 +172,7 @@ class MinCounter:
 
     def continue_from(self, other: MinCounter) -> None:
         """Take over what `other`, with as many depths, has counted; new depths hold from now on."""
-        for name in ("batches", "_last_use", "_free_from", "_parent", "_delta", "_regs", "_fills"):
+        for name in ("batches", "_last_use", "_free_from", "_parent", "_delta", "_regs", "_fills", "_shortened"):
             setattr(self, name, getattr(other, name))
         for b in range(max(0, self.batches - min(self._users.size, other._users.size)), self.batches):
             self._users[b & (self._users.size - 1)] = other._users[b & (other._users.size - 1)]
@@ -182,6 +184,10 @@ class MinCounter:
 
     def fills_at(self, depth: int) -> int:
         return int(self._fills[int(np.flatnonzero(self.depths == depth)[0])])
+
+    def shortened_at(self, depth: int) -> int:
+        """Batches for which the hold was shorter than `depth`, because the rows of `depth` + 1 batches do not fit."""
+        return int(self._shortened[int(np.flatnonzero(self.depths == depth)[0])])
 
     @property
     def double_fills(self) -> int:

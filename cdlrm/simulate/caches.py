@@ -136,6 +136,7 @@ class MinCache:
                 "horizon": None,
                 "prefetch_depth": depth,
                 "fills": self.counter.fills_at(depth),
+                "hold_shortened": self.counter.shortened_at(depth),
                 "grown_to_rows": self.slots * self.shards if self.slots > self.per_shard else None,
             }
             for depth in self.depths

@@ -37,6 +37,7 @@ examples:
   cdlrm simulate --trace day_0.parquet --cache-rows 100000 200000 --policy lru min
 """
 TRACE_FIELDS = ("mini_batch_size", "num_batches", "nepochs", "seed", "arch_sparse_feature_size", "optimizer")
+SHORTENED = "~ the rows of depth + 1 batches do not always fit: there MIN(d), as every cache, holds fewer batches."
 RECORD_FIELDS = ("arch_sparse_feature_size", "optimizer")  # the size of what moves, not which rows
 GRID_FLAGS: dict[str, tuple[type, str]] = {
     "cache_rows": (int, "rows that the cache holds"),
@@ -56,8 +57,8 @@ def add_trace(data: Any) -> None:
     data.add_argument(
         "--trace", metavar="FILE", default=None,
         help="a recorded trace instead of data: Parquet with one record a batch, column rows (list<int64>: the rows "
-        "looked up, of all tables laid one after another), file metadata cdlrm.table_rows (JSON); or .npz with rows, "
-        "starts and table_rows",
+        "looked up, of all tables laid one after another), optional column epoch (int32: windows end with an epoch), "
+        "file metadata cdlrm.table_rows (JSON); or .npz with rows, starts and table_rows",
     )  # fmt: skip
 
 
@@ -86,7 +87,8 @@ def add_simulate(commands: Any) -> None:
     )  # fmt: skip
     data = parser.add_argument_group("Data", "as for `cdlrm train`, or a recorded trace")
     add_trace(data)
-    data.add_argument("--record", metavar="FILE", default=None, help="write the trace that is read, as .parquet")
+    about = "write the trace that is read, as .parquet (see --trace); after Ctrl-C, of the batches until then"
+    data.add_argument("--record", metavar="FILE", default=None, help=about)
     add_settings(data, trace_fields())
     output = parser.add_argument_group("Output")
     output.add_argument("--out", metavar="FILE", default=None, help="one JSON line a configuration")
@@ -118,13 +120,13 @@ def run_simulate(found: argparse.Namespace) -> int:
             simulation = simulate(
                 trace, grid, workers=workers, record_bytes=record_bytes(config), progress=bar.update, recorder=recorder
             )
-    except BaseException:
+    except BaseException as error:
         if recorder is not None:
-            recorder.close(keep=False)
+            recorder.close(keep=isinstance(error, KeyboardInterrupt))
         raise
     seconds = time.perf_counter() - started
     if recorder is not None:
-        recorder.close(keep=not simulation.summary["interrupted"])
+        recorder.close()
     proposals = _proposals(trace, simulation, workers, check=found.propose_resident)
     if found.out is not None:
         _write_lines(Path(found.out), simulation, proposals)
@@ -133,6 +135,8 @@ def run_simulate(found: argparse.Namespace) -> int:
 
         draw(simulation, Path(found.figure))
     sys.stdout.write(render(simulation, seconds, proposals) + "\n")
+    if recorder is not None and simulation.summary["interrupted"]:
+        sys.stdout.write(f"{found.record} has the {recorder.batches:,} batches that were read; it is a whole trace.\n")
     return 130 if simulation.summary["interrupted"] else 0
 
 
@@ -224,18 +228,23 @@ def render(simulation: Any, seconds: float, proposals: dict[int, dict[str, Any]]
         f"{'policy':<8}{'cache rows':>14}{'share':>8}{'horizon':>9}{'depth':>7}{'fills':>14}{'a batch':>10}"
         f"{'hit rate':>10}{'/ MIN(0)':>10}{'/ MIN(d)':>10}",
     ]
-    grown = False
+    grown = shortened = False
     for r in simulation.results:
         mark = "*" if r["grown_to_rows"] else ""
         grown = grown or bool(mark)
+        held_less = "~" if r["hold_shortened"] and r["fills_over_mind"] else ""
+        shortened = shortened or bool(held_less)
         horizon = "all" if r["horizon"] is None else f"{r['horizon']:,}"
         lines.append(
             f"{r['policy']:<8}{format(r['cache_rows'], ',') + mark:>14}{r['cache_ratio']:>8.2%}{horizon:>9}"
             f"{r['prefetch_depth']:>7}{r['fills']:>14,}{r['fills_a_batch']:>10,.0f}"
-            f"{r['hit_rate_per_distinct_row']:>10.2%}{_ratio(r['fills_over_min0']):>10}{_ratio(r['fills_over_mind']):>10}"
+            f"{r['hit_rate_per_distinct_row']:>10.2%}{_ratio(r['fills_over_min0']):>10}"
+            f"{_ratio(r['fills_over_mind']) + held_less:>10}"
         )
     if grown:
         lines.append("* a batch needs more rows than this, so the cache grew (see grown_to_rows in --out).")
+    if shortened:
+        lines.append(SHORTENED)
     for number, proposal in proposals.items():
         lines.append(_said(simulation.results[number], proposal))
     return "\n".join(lines)

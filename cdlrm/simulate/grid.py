@@ -14,6 +14,7 @@ import numpy as np
 
 from ..config import TrainConfig
 from ..errors import ConfigError, DataError
+from ..interrupt import interrupt_later
 from . import policies
 from .caches import Cache, LookAheadCache, LruCurve, MinCache
 from .policies import PolicyCache
@@ -154,12 +155,13 @@ def simulate_caches(
         running = _Running(pool, progress)
         try:
             for batch in trace:
-                uses.add(batch)
-                if recorder is not None:
-                    recorder.add(batch)
-                if uses.untaken and (uses.newest_lookups >= STRETCH_LOOKUPS or uses.untaken >= STRETCH_BATCHES):
-                    running.wait()
-                    running.start(uses.take(ended=False), caches)
+                with interrupt_later():  # what is counted is what is recorded
+                    uses.add(batch)
+                    if recorder is not None:
+                        recorder.add(batch)
+                    if uses.untaken and (uses.newest_lookups >= STRETCH_LOOKUPS or uses.untaken >= STRETCH_BATCHES):
+                        running.wait()
+                        running.start(uses.take(ended=False), caches)
         except KeyboardInterrupt:
             interrupted = True
         running.wait()
@@ -208,6 +210,7 @@ def _collect(
     found = [r for r in found if not (r["grown_to_rows"] and r["cache_rows"] in only_curve)]
     found += _curve(sorted(only_curve), caches)
     fewest = {(r["cache_rows"], r["prefetch_depth"]): r["fills"] for r in found if r["policy"] == "min"}
+    shortened = {(r["cache_rows"], r["prefetch_depth"]): r["hold_shortened"] for r in found if r["policy"] == "min"}
     touched = int(uses.touched_by_table().sum())
     results = []
     for result in found:
@@ -224,6 +227,7 @@ def _collect(
                 "bytes_filled": fills * record_bytes,
                 "fills_over_min0": fills / least0 if least0 else None,
                 "fills_over_mind": fills / least if least else None,
+                "hold_shortened": shortened.get((rows, result["prefetch_depth"])),  # batches of MIN(d)
                 "fills_by_table": None if by_table is None else dict(zip(trace.names, by_table, strict=True)),
             }
         )

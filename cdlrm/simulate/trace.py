@@ -24,6 +24,7 @@ import numpy as np
 from ..config import TrainConfig, dashed
 from ..datasets import open_datasets
 from ..errors import ConfigError, DataError
+from ..interrupt import interrupt_later
 from ..lookups import FeatureSlot, flatten
 
 WRITE_LOOKUPS = 1 << 20
@@ -211,10 +212,12 @@ class Recorder:
         self._writer = pq.ParquetWriter(self._part, self._schema, use_dictionary=False, compression="none")
         self._waiting: list[BatchRows] = []
         self._lookups = 0
+        self.batches = 0
 
     def add(self, batch: BatchRows) -> None:
         self._waiting.append(batch)
         self._lookups += batch.rows.size
+        self.batches += 1
         if self._lookups >= WRITE_LOOKUPS:
             self._write()
 
@@ -230,10 +233,11 @@ class Recorder:
         self._waiting, self._lookups = [], 0
 
     def close(self, keep: bool = True) -> None:
-        """Finish the file, or (`keep=False`, after an error) remove what was written."""
-        self._write()
-        self._writer.close()
-        if keep:
-            self._part.replace(self._file)
-        else:
-            self._part.unlink(missing_ok=True)
+        """Finish the file, or (`keep=False`, after an error; or no batch came) remove what was written."""
+        with interrupt_later():
+            self._write()
+            self._writer.close()
+            if keep and self.batches:
+                self._part.replace(self._file)
+            else:
+                self._part.unlink(missing_ok=True)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..plan import shards_for
 from ..report import size
-from .model import HIDDEN, TRAINER, Prediction, padded, predict
+from .model import HIDDEN, TRAINER, Prediction, padded, predict, useful_shards
 from .profiles import Profile
 from .traffic import Ids, Traffic, everything_resident, run_planners
 from .work import Moves, Shape
@@ -65,10 +66,11 @@ class Question:
 
     def _predict(self, moves: Sequence[Moves], slots: int | None, **changed: Any) -> Prediction:
         profile = dataclasses.replace(self.profile, **changed.pop("profile", {}))
-        return predict(profile, self.shape, moves, changed.get("depth", self.depth), slots, self.tf32)
+        depth, shards = changed.get("depth", self.depth), changed.get("shards")
+        return predict(profile, self.shape, moves, depth, slots, self.tf32, shards)
 
     def step_with(self, traffic: Traffic, **changed: Any) -> float:
-        """Seconds a step if something were different: depth, or figures of the profile."""
+        """Seconds a step if something were different: depth, shards, or figures of the profile."""
         slots = None if traffic.resident else traffic.cache_rows
         return self._predict(traffic.moves(self.ids), slots, **changed).step_seconds
 
@@ -94,8 +96,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """`rows` by rising cache size; `hiding`: the smallest cache that hides the transfer, of any size; `chosen`: what
-    the advice is about (None: nothing fits)."""
+    """`rows` by rising cache size, the last with everything resident; `hiding`: the smallest cache that hides the
+    transfer, of any size; `chosen`: what the advice is about, also of any size (None: nothing fits)."""
 
     question: Question
     rows: list[Row]
@@ -105,13 +107,15 @@ class Answer:
 
 
 def answer(question: Question, sizes: Sequence[int], progress: Callable[[int], Any] = lambda done: None) -> Answer:
-    """Plans, predictions and advice for caches of these sizes (rows, rising)."""
+    """Plans and predictions for caches of these sizes (rows) and for everything resident; advice for any size."""
+    sizes = sorted({*sizes, question.ids.rows})
     traffics = run_planners(question.ids, sizes, question.horizon, question.depth, progress)
     different = {traffic.cache_rows: traffic for traffic in traffics}  # several may have grown to the same
     rows = [question.ask(different[cache_rows]) for cache_rows in sorted(different)]
     hiding = smallest_hiding(question, rows)
-    chosen = _choose(rows, hiding)
-    return Answer(question, rows, hiding, chosen, advise(question, rows, hiding, chosen))
+    considered = [*rows, *rows_between(question, rows), *([] if hiding is None else [hiding])]
+    chosen = _choose(considered)
+    return Answer(question, rows, hiding, chosen, advise(question, considered, chosen))
 
 
 def smallest_hiding(question: Question, rows: Sequence[Row]) -> Row | None:
@@ -127,11 +131,7 @@ def smallest_hiding(question: Question, rows: Sequence[Row]) -> Row | None:
     if hidden == 0:
         return rows[0]
     low, best = rows[hidden - 1].traffic, rows[hidden]
-    if best.traffic.resident:
-        high = everything_resident(question.ids)
-        high = dataclasses.replace(high, fills=question.ids.first)  # a cache of all rows fills each once
-    else:
-        high = best.traffic
+    high = _as_cache(question.ids, best.traffic)
     left, right = low.cache_rows, high.cache_rows
     while right > left * 1.02 + 1:
         middle = round(math.sqrt(left * right))
@@ -141,6 +141,22 @@ def smallest_hiding(question: Question, rows: Sequence[Row]) -> Row | None:
         else:
             left = middle
     return best
+
+
+def rows_between(question: Question, rows: Sequence[Row]) -> list[Row]:
+    """About the answers for the powers of two (where the planner's shards double) between the sizes planned."""
+    found = []
+    for low, above in zip(rows, rows[1:], strict=False):
+        high, cache_rows = _as_cache(question.ids, above.traffic), 1 << low.traffic.cache_rows.bit_length()
+        while cache_rows < high.cache_rows:
+            found.append(question.ask(_between(question.ids, low.traffic, high, cache_rows)))
+            cache_rows *= 2
+    return found
+
+
+def _as_cache(ids: Ids, traffic: Traffic) -> Traffic:
+    """A cache of all rows, which fills each once, in the place of everything resident; others as they are."""
+    return dataclasses.replace(everything_resident(ids), fills=ids.first) if traffic.resident else traffic
 
 
 def _between(ids: Ids, low: Traffic, high: Traffic, cache_rows: int) -> Traffic:
@@ -158,10 +174,8 @@ def _between(ids: Ids, low: Traffic, high: Traffic, cache_rows: int) -> Traffic:
     return low.scaled(cache_rows, share, ids)
 
 
-def _choose(rows: Sequence[Row], hiding: Row | None) -> Row | None:
-    fitting = [row for row in rows if row.fits]
-    if hiding is not None and hiding.fits:
-        fitting.append(hiding)
+def _choose(considered: Sequence[Row]) -> Row | None:
+    fitting = [row for row in considered if row.fits]
     if not fitting:
         return None
     least = min(row.prediction.step_seconds for row in fitting)
@@ -170,10 +184,10 @@ def _choose(rows: Sequence[Row], hiding: Row | None) -> Row | None:
     return resident[0] if resident else min(good, key=lambda row: row.traffic.cache_rows)
 
 
-def advise(question: Question, rows: Sequence[Row], hiding: Row | None, chosen: Row | None) -> str:
-    """One sentence: what to do, and what would help."""
+def advise(question: Question, considered: Sequence[Row], chosen: Row | None) -> str:
+    """One sentence: what to do, and what would help.  `considered`: the smallest cache first."""
     if chosen is None:
-        return _does_not_fit(question.profile, rows[0])
+        return _does_not_fit(question.profile, considered[0])
     ids, prediction = question.ids, chosen.prediction
     step, cached = prediction.step_seconds, chosen.traffic.cache_rows
     pace = f"{1e3 * step:.2f} ms a step, {question.shape.batch_size / step:,.0f} samples/s"
@@ -183,11 +197,12 @@ def advise(question: Question, rows: Sequence[Row], hiding: Row | None, chosen: 
             f"Keep everything resident: all {cached:,} rows fit ({size(chosen.device_bytes)} in all); {pace}, {limit}."
         )
     use = f"Use a cache of {cached:,} rows ({cached / ids.rows:.2%}, {size(chosen.device_bytes)} in all)"
-    waits = prediction.limit not in TRAINER
-    waiting = f", of which {prediction.stall_share:.0%} is waiting" if waits else ""
-    hides = ": it hides the transfer, so that a larger one or a faster link gains nothing" if chosen.hidden else ""
-    helps = f"; {_what_helps(question, chosen, hiding)}" if waits or not chosen.hidden else ""
-    return f"{use}{hides}: {pace}{waiting}, {limit}{helps}."
+    waiting = f", of which {prediction.stall_share:.0%} is waiting" if prediction.limit not in TRAINER else ""
+    hides = ": it hides the transfer" if chosen.hidden else ""
+    resident = next(row for row in considered if row.traffic.resident)
+    apart = "" if resident.fits else f"; everything resident needs {_needs(resident)}, which is not there"
+    use += ", estimated from those planned" * chosen.traffic.estimated
+    return f"{use}{hides}: {pace}{waiting}, {limit}{apart}; {_what_helps(question, considered, chosen)}."
 
 
 def _does_not_fit(profile: Profile, least: Row) -> str:
@@ -200,21 +215,34 @@ def _does_not_fit(profile: Profile, least: Row) -> str:
     return f"It does not fit: the smallest cache asked for needs {needs}; use smaller caches, batches or a smaller dim."
 
 
-def _what_helps(question: Question, chosen: Row, hiding: Row | None) -> str:
+def _needs(row: Row) -> str:
+    return f"{size(row.host_bytes)} of host memory" if row.fits_device else f"{size(row.device_bytes)} of memory"
+
+
+def _what_helps(question: Question, considered: Sequence[Row], chosen: Row) -> str:
     step, traffic, profile = chosen.prediction.step_seconds, chosen.traffic, question.profile
     changes: list[tuple[str, float]] = [
         (f"--prefetch-depth {question.depth + 1}", question.step_with(traffic, depth=question.depth + 1)),
         ("twice the cores", question.step_with(traffic, profile={"cores": 2 * profile.cores})),
     ]
     if profile.kind == "gpu":
+        shards = useful_shards(profile, float(question.ids.lookups.mean()))
+        if shards > shards_for(traffic.cache_rows):
+            name = f"shards={shards} (of EmbeddingBagCollection; planned on several cores)"
+            changes.append((name, question.step_with(traffic, shards=shards)))
         faster = {
             name: 2 * getattr(profile, name)
             for name in ("link_to_device_gb_per_s", "link_to_host_gb_per_s", "link_both_gb_per_s")
         }
         changes.append(("a link twice as fast", question.step_with(traffic, profile=faster)))
-    if hiding is not None and not chosen.hidden:
-        needs = f"{size(hiding.device_bytes)} of memory for a cache of {hiding.traffic.cache_rows:,} rows"
-        changes.append((needs, hiding.prediction.step_seconds))
+    least = min(row.prediction.step_seconds for row in considered)  # of one that does not fit, or of `chosen`
+    best = min(
+        (row for row in considered if row.prediction.step_seconds <= HIDDEN * least), key=lambda row: row.device_bytes
+    )
+    what = "for everything resident" if best.traffic.resident else f"for a cache of {best.traffic.cache_rows:,} rows"
+    changes.append((f"{_needs(best)} {what}", best.prediction.step_seconds))
     said = [f"{name} would make it {1 - seconds / step:.0%} shorter" for name, seconds in changes
             if seconds < (1 - WORTH) * step]  # fmt: skip
-    return ", ".join(said) if said else "no larger cache, deeper prefetch or faster link would help"
+    link = "a faster link, " if profile.kind == "gpu" else ""
+    none = f"no other cache size, {link}deeper prefetch or more cores would make it {WORTH:.0%} shorter"
+    return ", ".join(said) if said else none

@@ -1,4 +1,4 @@
-"""Measures this machine: what every stage of a training step costs here, in well below a minute.
+"""Measures this machine: what every stage of a training step costs here, in about a minute.
 
 * Memory: sequential copies, and copies of records from random places by their size.
 * The stages of the tables, by our own code on small tables: reader, planner, transfer and trainer take turns in one
@@ -76,7 +76,8 @@ WHOLE_CASES = (
 
 
 def calibrate(tell: Tell = lambda share: None, seconds: float = 25.0) -> Profile:
-    """The profile of this machine.  `seconds` bounds the part that is repeated; about 20 more are spent once."""
+    """The profile of this machine.  `seconds` bounds the part that is repeated (twice at least); about 20 more are
+    spent once, and both are more on a busy machine."""
     memory = Memory()
     tell(0.02)
     dense = [Dense(*case) for case in DENSE_CASES]
@@ -132,6 +133,7 @@ def _profile(memory: Memory, dense: list[Dense], tables: list[Tables], rounds: i
         segment_lookups_per_s=float(rates[1]),
         device_memory_bytes=int(facts["memory_bytes"] or 0), device_gb_per_s=memory.gb_per_s(),
         fp32_tflops=float(flops) / 1e12, costs=costs,
+        spread=float(np.median([each.spread for each in (memory.sequential, *(d.least for d in dense))])),
         sources=dict.fromkeys(("host", "device", "costs", "planner_lookups_per_s"), source),
     )  # fmt: skip
 

@@ -35,13 +35,14 @@ examples:
 """
 CALIBRATE_ABOUT = """\
 Measure this machine for `cdlrm plan`: memory, the stages of a step on small tables, the MLPs, and whole steps; about
-half a minute.  What else runs meanwhile makes the machine look slower than it is.
+a minute, longer on a busy machine.  What else runs meanwhile makes the machine look slower than it is: the repeats
+tell, and the profile and `cdlrm plan` say so.
 """
 CALIBRATE_EXAMPLES = """\
 example:
   cdlrm calibrate --out here.json && cdlrm plan --profile here.json
 """
-DEFAULT_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+DEFAULT_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 BESIDE_TRACE = (
     "arch_sparse_feature_size", "optimizer", "mini_batch_size", "arch_mlp_bot", "arch_mlp_top", "arch_interaction_op",
     "arch_interaction_itself", "horizon", "prefetch_depth",
@@ -70,7 +71,8 @@ def add_plan(commands: Any) -> None:
     machine.add_argument("--cores", metavar="N", default=None, help="cores of the host (default: the profile's)")
     machine.add_argument("--host-memory", metavar="GB", default=None, help="of the host (default: the profile's)")
     machine.add_argument("--tf32", action="store_true", help="the MLPs use TF32, as torch does when it is told to")
-    grid = parser.add_argument_group("Caches", "each flag takes several values (default: seven from 1 % to all rows)")
+    about = "each flag takes several values (default: six from 1 % to half); all rows resident is always one of them"
+    grid = parser.add_argument_group("Caches", about)
     grid.add_argument("--cache-rows", nargs="+", metavar="N", default=[], help="rows that the cache holds")
     grid.add_argument("--cache-ratio", nargs="+", metavar="X", default=[], help="the same as a share of all rows")
     data = parser.add_argument_group("Data and model", "as for `cdlrm train`, or a recorded trace")
@@ -129,7 +131,10 @@ def _measure(shown: bool) -> Profile:
 
 
 def render_profile(profile: Profile) -> str:
+    from .profiles import doubt
+
     records = ", ".join(f"{bytes_} B {rate:.1f}" for bytes_, rate in profile.host_record_gb_per_s.items())
+    doubts = doubt(profile)
     return "\n".join([
         f"{profile.name}: {profile.cores} cores, {profile.host_memory_bytes / 2**30:.1f} GiB",
         f"  {'memory, sequential':<34}{profile.host_gb_per_s:>10.1f} GB/s",
@@ -137,6 +142,8 @@ def render_profile(profile: Profile) -> str:
         f"  {'planning, one core':<34}{profile.planner_lookups_per_s / 1e6:>10.1f} million lookups/s",
         f"  {'MLPs, at best':<34}{1e3 * profile.fp32_tflops:>10.1f} GFLOP/s",
         f"  {'a core second beside the trainer':<34}{profile.background_cost:>10.2f} s of the trainer's",
+        f"  {'repeats, median over least':<34}{profile.spread:>10.2f}",
+        *([] if doubts is None else [doubts]),
     ])  # fmt: skip
 
 
@@ -183,7 +190,7 @@ def run_plan(found: argparse.Namespace) -> int:
     config = _with_batch_size(found, config, ids, len(trace.names))
     shape = shape_of(config, len(trace.names), _num_dense(config, trace))
     question = Question(profile, shape, ids, config.horizon, config.prefetch_depth, found.tf32)
-    with Bar(len(sizes), found.progress, "plan", " caches") as bar:
+    with Bar(len({*sizes, ids.rows}), found.progress, "plan", " caches") as bar:
         given = answer(question, sizes, bar.update)
     sys.stdout.write(render(given) + "\n")
     if found.json is not None:
@@ -206,6 +213,8 @@ def _with_batch_size(found: argparse.Namespace, config: TrainConfig, ids: Ids, f
 
 def render(given: Answer) -> str:
     """The answer as text."""
+    from .profiles import doubt
+
     q = given.question
     ids, shape = q.ids, q.shape
     title = f"Plan for {q.profile.name}"
@@ -238,6 +247,8 @@ def render(given: Answer) -> str:
     lines.append(
         f"Reading took {1e3 * ids.read_seconds:.1f} ms a batch on one thread here; it overlaps, and is left out."
     )
+    doubts = doubt(q.profile)
+    lines += [] if doubts is None else [doubts]
     lines.append(given.advice)
     return "\n".join(lines)
 
@@ -261,11 +272,11 @@ def _line(row: Row, ids: Ids, batch_size: int) -> str:
     copied = sum(m.copied for m in moves) / len(moves)
     mark = "*" if row.traffic.grown else ("" if row.traffic.full else "+")
     fits = "yes" if row.fits else ("host" if row.fits_device else "no")
-    cached = row.traffic.cache_rows
+    cached, limit = row.traffic.cache_rows, p.limit + " (all rows resident)" * row.traffic.resident
     return (
         f"{format(cached, ',') + mark:>13}{cached / ids.rows:>8.2%}{_gib(row.device_bytes):>11}"
         f"{_gib(row.host_bytes):>11}{fits:>6}{fills:>9,.0f}{copied:>9,.0f}{1e3 * p.step_seconds:>9.2f}"
-        f"{batch_size / p.step_seconds:>11,.0f}{p.stall_share:>7.0%}  {p.limit}"
+        f"{batch_size / p.step_seconds:>11,.0f}{p.stall_share:>7.0%}  {limit}"
     )
 
 
@@ -284,6 +295,7 @@ def as_mapping(given: Answer) -> dict[str, Any]:
             "cache_ratio": r.traffic.cache_rows / q.ids.rows,
             "grows": r.traffic.grown,
             "full": r.traffic.full,
+            "estimated": r.traffic.estimated,
             "device_bytes": r.device_bytes,
             "host_bytes": r.host_bytes,
             "fits_device": r.fits_device,

@@ -24,6 +24,7 @@ from .work import Moves, Shape
 
 RECORD_BYTES = (32, 64, 128, 256, 512, 1024)
 TABLE_BYTES = 256 << 20  # beyond the processor's caches
+PIECES, RECORD_REPEATS = 32, 3
 TABLES, TABLE_ROWS = 26, 40_000
 WARM_STEPS, ROUND_STEPS = 24, 8
 WHOLE_BLOCKS, WHOLE_STEPS, WHOLE_BATCHES = 3, 6, 64
@@ -47,9 +48,16 @@ class Least:
 
     def __init__(self) -> None:
         self.wall = self.core = float("inf")
+        self.walls: list[float] = []
 
     def add(self, wall: float, core: float) -> None:
         self.wall, self.core = min(self.wall, wall), min(self.core, core)
+        self.walls.append(wall)
+
+    @property
+    def spread(self) -> float:
+        """The median time over the least."""
+        return float(np.median(self.walls)) / self.wall
 
     @property
     def cores(self) -> float:
@@ -69,33 +77,46 @@ class Timer:
 
 
 class Memory:
-    """Sequential copies on all of torch's threads, and records from random places on one."""
+    """Sequential copies on all of torch's threads, and records from random places on one.
+
+    Both in pieces of a few milliseconds, read at other places each time: short enough to fall between what else runs,
+    and not what is still in the processor's caches."""
 
     def __init__(self) -> None:
         self.source = torch.zeros(TABLE_BYTES // 4)
         self.target = torch.zeros(TABLE_BYTES // 4)
         self.sequential = Least()
         self.records = {size: Least() for size in RECORD_BYTES}
-        rng = np.random.default_rng(0)
-        self.index = {size: rng.permutation(TABLE_BYTES // size)[:32768].astype(np.int64) for size in RECORD_BYTES}
+        self.places = np.random.default_rng(0)
         self.measure()
 
     def measure(self) -> None:
-        with Timer() as timer:
-            self.target.copy_(self.source)
-        self.sequential.add(timer.wall, timer.core)
-        for size, index in self.index.items():
-            source, target = (each.numpy().reshape(-1, size // 4) for each in (self.source, self.target))
+        pieces = zip(self.target.chunk(PIECES), self.source.chunk(PIECES), strict=True)
+        for piece, read in pieces:
             with Timer() as timer:
-                move_rows(target, index[:0], source, index, 0, len(index))
-            self.records[size].add(timer.wall, timer.core)
+                piece.copy_(read)
+            self.sequential.add(timer.wall, timer.core)
+        for _ in range(RECORD_REPEATS):
+            for size, least in self.records.items():
+                source, target = (each.numpy().reshape(-1, size // 4) for each in (self.source, self.target))
+                index = self.places.integers(len(source), size=TABLE_BYTES // PIECES // size)
+                with Timer() as timer:
+                    move_rows(target, index[:0], source, index, 0, len(index))
+                least.add(timer.wall, timer.core)
 
     def gb_per_s(self) -> float:
         """Bytes read and written."""
-        return 2 * TABLE_BYTES / self.sequential.wall / GB
+        return 2 * TABLE_BYTES / PIECES / self.sequential.wall / GB
 
     def record_gb_per_s(self) -> dict[int, float]:
-        return {size: len(self.index[size]) * size / least.wall / GB for size, least in self.records.items()}
+        """Bytes read, by record size.  What disturbed a measurement is undone where it cannot be: larger records are
+        copied no slower than smaller ones, and random places no faster than one after another."""
+        rate, rates = 0.0, {}
+        for size, least in self.records.items():
+            moved = TABLE_BYTES // PIECES // size * size
+            rate = min(max(rate, moved / least.wall / GB), self.gb_per_s() / 2)
+            rates[size] = rate
+        return rates
 
 
 class Dense:

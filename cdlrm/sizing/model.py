@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..plan.planner import shards_for
+from ..plan.planner import LOOKUPS_PER_THREAD, MAX_SHARDS, shards_for
 from .fit import cost
 from .profiles import GB, Profile
 from .work import (
@@ -80,11 +80,14 @@ class Prediction:
 
 
 def predict(
-    profile: Profile, shape: Shape, batches: Sequence[Moves], depth: int, cache_rows: int | None, tf32: bool = False
-) -> Prediction:
-    """The step on this machine, for the rows that move with each of `batches`; `cache_rows` None: all resident."""
+    profile: Profile, shape: Shape, batches: Sequence[Moves], depth: int, cache_rows: int | None, tf32: bool = False,
+    shards: int | None = None,
+) -> Prediction:  # fmt: skip
+    """The step on this machine, for the rows that move with each of `batches`; `cache_rows` None: all resident.
+
+    `shards` of a GPU's planner (None: as many as the cache size gives)."""
     moves = np.array(batches, np.float64)
-    stages = [stages_of(profile, shape, Moves(*row), cache_rows, tf32) for row in moves.tolist()]
+    stages = [stages_of(profile, shape, Moves(*row), cache_rows, tf32, shards) for row in moves.tolist()]
     mean = [_mean([each[i] for each in stages]) for i in range(len(stages[0]))]
     by_resource = {
         name: np.array([sum(s.seconds for s in each if s.resource == name) for each in stages])
@@ -157,11 +160,26 @@ def _limit(stages: Sequence[Stage], step: float, alone: float, compute: float) -
 # --- seconds of the stages ---
 
 
-def stages_of(profile: Profile, shape: Shape, moves: Moves, cache_rows: int | None, tf32: bool = False) -> list[Stage]:
+def stages_of(
+    profile: Profile, shape: Shape, moves: Moves, cache_rows: int | None, tf32: bool = False, shards: int | None = None
+) -> list[Stage]:
     """The stages of one batch."""
     if profile.kind == "cpu":
         return _measured(profile, shape, moves, cache_rows is None)
-    return _from_data_sheet(profile, shape, moves, cache_rows, tf32)
+    return _from_data_sheet(profile, shape, moves, cache_rows, tf32, shards)
+
+
+def planning_threads(profile: Profile, lookups: float, shards: int) -> int:
+    """Threads of the planner: two cores are the trainer's and the transfer's, and few lookups are worth one only.
+
+    Their speeds are taken to add up, which we could not measure: our machine has two cores."""
+    return int(max(1, min(profile.cores - 2, shards, lookups // LOOKUPS_PER_THREAD)))
+
+
+def useful_shards(profile: Profile, lookups: float) -> int:
+    """The fewest shards that let the planner use as many threads as it can here."""
+    threads = planning_threads(profile, lookups, MAX_SHARDS)
+    return 1 << (threads - 1).bit_length()
 
 
 def _lookup_bytes(shape: Shape, moves: Moves) -> tuple[float, float]:
@@ -214,10 +232,15 @@ LAUNCHES_A_LAYER, OTHER_LAUNCHES = 10, 30
 optimizer, counted roughly."""
 
 
-def _from_data_sheet(profile: Profile, shape: Shape, moves: Moves, cache_rows: int | None, tf32: bool) -> list[Stage]:
+def _from_data_sheet(
+    profile: Profile, shape: Shape, moves: Moves, cache_rows: int | None, tf32: bool, shards: int | None
+) -> list[Stage]:
     p, launch = profile, profile.launch_us * 1e-6
     random = p.device_gb_per_s * p.device_random_share * GB
-    planners = max(1, min(p.cores - 2, shape.features if cache_rows is None else shards_for(cache_rows)))
+    if cache_rows is None:
+        planners = max(1, min(p.cores - 2, shape.features))
+    else:
+        planners = planning_threads(p, moves.lookups, shards or shards_for(cache_rows))
     plan = moves.lookups / ((p.segment_lookups_per_s if cache_rows is None else p.planner_lookups_per_s) * planners)
     record = padded(shape.record_bytes)
     fill, gather = fill_seconds(p, record, moves.copied)

@@ -16,6 +16,8 @@ from ..errors import ConfigError, DataError
 
 GB = 10**9
 FORMAT = 1
+BUSY = 1.3
+"""A spread of repeats above which a profile is doubted: on an idle machine it is below 1.1 or so (estimate)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Profile:
     that is left to plan when everything is resident.
     `costs`, of a measured machine: stage -> "wall" or "core" -> unit of work -> seconds.  `background_cost`: seconds
     that the trainer loses for each core second of planning and copying beside it, beyond the core that it lacks
-    (caches, memory and the interpreter's lock are shared).
+    (caches, memory and the interpreter's lock are shared).  `spread`: of the repeats that a measured machine's figures
+    are from, the median time over the least; above BUSY something else ran meanwhile.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Profile:
     staged_share: float = 1.0
     costs: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
     background_cost: float = 0.0
+    spread: float = 1.0
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def host_record_rate(self, record_bytes: int) -> float:
@@ -66,6 +70,16 @@ class Profile:
     def zero_copy_rate(self, record_bytes: int) -> float:
         """GB/s of a kernel that reads host records in place."""
         return self.link_to_device_gb_per_s * interpolate(self.zero_copy_share, record_bytes)
+
+
+def doubt(profile: Profile) -> str | None:
+    """What to say of a profile that was measured on a busy machine."""
+    if profile.spread <= BUSY:
+        return None
+    return (
+        f"The machine was busy while this profile was measured (a repeat typically took {profile.spread:.1f} times the "
+        "least): it looks slower than it is; run `cdlrm calibrate` again when nothing else runs."
+    )
 
 
 def interpolate(by_size: dict[int, float], size: float) -> float:
@@ -101,7 +115,8 @@ _COMMON_SOURCES = {
     "launch_us": "estimate: a kernel launch from PyTorch, back to back",
     "host": "assumed: a host of 8 cores and 64 GB/s, 16 and 200 for data-centre GPUs; memory of 2x the device's, at "
     "least 64 GB",
-    "planner_lookups_per_s": "80 ns a lookup on one core (design notes: 66-96 ns)",
+    "planner_lookups_per_s": "33 ns a lookup on one core: 27 to 31 ns of a busy core of an EPYC, 26 M rows, Zipf 1.05 "
+    "and 1.15 (ours: bench/planning.py, bench/results/planning.jsonl of 2026-11-29)",
     "segment_lookups_per_s": "15 ns a lookup (design notes: 12.6 ns for a stamp, 2 for a counting sort)",
 }
 
@@ -115,7 +130,7 @@ def _gpu(
         name=name, kind="gpu", cores=16 if server else 8, host_memory_bytes=int(max(64, 2 * memory_gb) * GB),
         host_gb_per_s=200.0 if server else 64.0,
         host_record_gb_per_s={32: 0.8, 64: 1.6, 128: 2.8, 256: 4.2, 512: 5.5, 1024: 6.5},
-        planner_lookups_per_s=12.5e6, segment_lookups_per_s=66e6, device_memory_bytes=int(memory_gb * GB),
+        planner_lookups_per_s=30e6, segment_lookups_per_s=66e6, device_memory_bytes=int(memory_gb * GB),
         device_gb_per_s=device_gb_per_s,
         device_random_share=0.6, fp32_tflops=fp32, tf32_tflops=tf32, dense_share=0.35, launch_us=6.0,
         link_to_device_gb_per_s=to_device, link_to_host_gb_per_s=to_host, link_both_gb_per_s=both,

@@ -105,6 +105,7 @@ class Traffic:
     grown: bool
     full: bool  # within the batches that were planned
     resident: bool = False
+    estimated: bool = False  # between two sizes that were planned
 
     def moves(self, ids: Ids) -> list[Moves]:
         """Of each batch from `warm` on.  A row is copied unless it was never used before."""
@@ -122,7 +123,9 @@ class Traffic:
         first = np.minimum(ids.first, self.fills)
         fills = first + share * (self.fills - first)
         written = self.written * fills / np.maximum(self.fills, 1)
-        return dataclasses.replace(self, cache_rows=cache_rows, fills=fills, written=written, grown=False)
+        return dataclasses.replace(
+            self, cache_rows=cache_rows, fills=fills, written=written, grown=False, estimated=True
+        )
 
 
 def everything_resident(ids: Ids) -> Traffic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from ..arguments import add_common, add_settings, check_file, number_list, settings_of, whole
 from ..config import flag_of
 from ..errors import ConfigError
+from ..simulate.command import SHORTENED
 from .points import SWEPT, TIED, make_points, read_lines
 
 ABOUT = """\
@@ -32,6 +34,12 @@ GRID: dict[str, tuple[type, str]] = {
     "prefetch_depth": (int, f"batches whose rows may be copied ahead; {TIED!r}: as many as the horizon (default: 1)"),
     "mini_batch_size": (int, "samples a training step (default: 2048)"),
     "arch_sparse_feature_size": (int, "dim of the tables (default: 16)"),
+}
+MARKS = {
+    "*": "* a batch needs more rows than the cache that was asked for, so it grew to this.",
+    "=": f"= the depth is the horizon (--prefetch-depth {TIED}): one parameter for both.",
+    "+": "+ a shorter horizon was asked for; it is never below the depth.",
+    "~": SHORTENED,
 }
 # not to be given: they are swept, or would tie the runs together
 OTHERS = {"cache_rows", "cache_ratio", "store", "test_data", "test_mini_batch_size"}
@@ -157,14 +165,34 @@ def render(lines: list[dict[str, Any]]) -> str:
         f"{'batch':>7}{'dim':>5}{'cache rows':>13}{'share':>8}{'horizon':>9}{'depth':>7}{'compute':>9}{'overhead':>10}"
         f"{'stall':>8}{'fills':>13}{'/ MIN(0)':>10}{'/ MIN(d)':>10}"
     ]
+    marked: set[str] = set()
+
+    def marks(value: str, mark: str, seen: bool) -> str:
+        marked.update(mark * seen)
+        return value + mark * seen
+
     order = ("batch_size", "dim", "cache_rows", "depth_is_horizon", "prefetch_depth", "horizon", "repeat")
     for line in sorted(lines, key=lambda entry: [entry[name] for name in order]):
         times = (line.get(f"{name}_seconds_a_batch") for name in ("compute", "overhead", "stall"))
         shown = ["-" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in times]
         ratios = [f"{line['fills'] / line[key]:.4f}" if line[key] else "-" for key in ("min0_fills", "mind_fills")]
+        cached = marks(f"{line['cache_rows']:,}", "*", _has_grown(line))
+        horizon = marks(str(line["horizon"]), "+", line.get("asked_horizon", line["horizon"]) < line["horizon"])
+        depth = marks(str(line["prefetch_depth"]), "=", line["depth_is_horizon"])
+        ratios[1] = marks(ratios[1], "~", line.get("mind_shortened", 0) > 0)
         out.append(
-            f"{line['batch_size']:>7}{line['dim']:>5}{line['cache_rows']:>13,}{line['cache_ratio']:>8.2%}"
-            f"{line['horizon']:>9}{line['prefetch_depth']:>7}{shown[0]:>9}{shown[1]:>10}{shown[2]:>8}"
+            f"{line['batch_size']:>7}{line['dim']:>5}{cached:>13}{line['cache_ratio']:>8.2%}"
+            f"{horizon:>9}{depth:>7}{shown[0]:>9}{shown[1]:>10}{shown[2]:>8}"
             f"{line['fills']:>13,}{ratios[0]:>10}{ratios[1]:>10}"
         )
-    return "\n".join(out)
+    return "\n".join(out + [text for mark, text in MARKS.items() if mark in marked])
+
+
+def _has_grown(line: dict[str, Any]) -> bool:
+    """Whether a batch needed more rows than the cache that was asked for; a planner's shards only round it up."""
+    if "grows" in line:
+        return bool(line["grows"] > 0)
+    asked = line["asked_cache_rows"]
+    if asked is None:
+        asked = math.ceil(line["table_rows"] * line["asked_cache_ratio"])
+    return bool(line["cache_rows"] > asked)

@@ -59,6 +59,7 @@ def describe(point: Point) -> dict[str, Any]:
         "mode": point.mode,
         "batch_size": c.mini_batch_size,
         "dim": c.arch_sparse_feature_size,
+        "asked_horizon": int(c.horizon),
         "horizon": max(int(c.horizon), c.prefetch_depth),
         "prefetch_depth": c.prefetch_depth,
         "depth_is_horizon": point.tied,
@@ -111,6 +112,7 @@ def figures_of(config: TrainConfig, report: dict[str, Any]) -> dict[str, Any]:
         "fills": cache["fills"],
         "min0_fills": cache["min0_fills"],
         "mind_fills": cache["mind_fills"],
+        "mind_shortened": cache["mind_shortened"],
         "rows_written": cache["rows_written"],
         "short_windows": cache["short_windows"],
         "grows": cache["grows"],
@@ -158,7 +160,7 @@ def _simulate_pass(points: list[Point], append: Callable[[dict[str, Any]], None]
     if found.interrupted:
         raise Stopped
     for point, ahead, least in zip(points, caches[::2], caches[1::2], strict=True):
-        result, fewest = ahead.results()[0], {r["prefetch_depth"]: r["fills"] for r in least.results()}
+        result, fewest = ahead.results()[0], {r["prefetch_depth"]: r for r in least.results()}
         rows = result["grown_to_rows"] or result["cache_rows"]
         append(
             {
@@ -172,8 +174,9 @@ def _simulate_pass(points: list[Point], append: Callable[[dict[str, Any]], None]
                 "lookups": found.uses.lookups,
                 "distinct": found.uses.distinct,
                 "fills": result["fills"],
-                "min0_fills": fewest[0],
-                "mind_fills": fewest[point.config.prefetch_depth],
+                "min0_fills": fewest[0]["fills"],
+                "mind_fills": fewest[point.config.prefetch_depth]["fills"],
+                "mind_shortened": fewest[point.config.prefetch_depth]["hold_shortened"],
                 "cache_bytes": rows * size,
             }
         )

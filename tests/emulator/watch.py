@@ -41,8 +41,9 @@ class Watch:
             if region.readers is None or len(region.readers) < streams:
                 region.watch(streams)
             base = access.address - region.start
-            if access.atomic:
+            if access.atomic:  # of two such writers none is wrong; the host that reads must be ordered after them
                 self.memory.find(access.address, access.nbytes, _named(operation, access))
+                region.writer[(base + access.offsets) // 4] = operation.number
                 continue
             if access.writes:
                 if region.kind == "tensor":
