@@ -369,6 +369,8 @@ class Group:
             steps += [call.step for call in self.deferred.calls()]
         verdicts = [verdict for step in steps for verdict in step.verdicts]
         worst = next((v for v in verdicts if v.known is False), verdicts[-1] if verdicts else None)
+        if worst is not None and worst.known is None and not self.scaler_known:
+            worst = None  # nobody asks, and a device would have to make the answer
         for parameter in self.hyper.get("params", ()):
             parameter.grad = applied_gradient(worst, self.scaler_known, parameter, of_optimizer=True)
 

@@ -20,7 +20,7 @@ from oracle import Oracle
 from scenarios import InputShape, backward, random_grad, random_inputs, same_bits, same_tables, to_torch
 
 import cdlrm
-from cdlrm.driver import gpu_records, launches, signatures
+from cdlrm.driver import gpu_records, launches, signatures, verdicts
 from cdlrm.errors import DeviceError, DeviceMemoryError, NonFiniteGradientError, PinError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated GPU cannot compile kernels")
@@ -400,4 +400,76 @@ def test_ids_that_are_on_the_device_are_counted(monkeypatch: Any) -> None:
     got = ebc({name: each.as_subclass(OnDevice) for name, each in ids.items()})
     assert backend_of(ebc).traffic.synchronizations["inputs"] == 2
     same_bits(got, want.detach().numpy(), "ids on the device")
+    ebc.close()
+
+
+def test_a_verdict_that_is_read_too_early_is_caught(monkeypatch: Any) -> None:
+    """The host may look at a flag only after the event behind the check."""
+    use(monkeypatch, style="late")
+    real = verdicts.Verdicts.poll
+
+    def hasty(self: Any) -> None:
+        while self.waiting:
+            self.decide(self.waiting.popleft())
+
+    monkeypatch.setattr(verdicts.Verdicts, "poll", hasty)
+    assert real is not hasty
+    with pytest.raises(EmulatorError):
+        for seed in range(10):
+            run_small(seed)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("cache_rows", [10, 40])
+def test_training_on_a_stream_of_the_users_own(monkeypatch: Any, inside: bool, cache_rows: int) -> None:
+    """`with torch.cuda.stream(s)` around the loop, or in its body: what s computed is waited for as well."""
+    for seed in range(4):
+        use(monkeypatch, seed)
+        rng, some = np.random.default_rng(seed), tables(2, rows=50)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adagrad(lr=0.1), cache_rows=cache_rows)
+        oracle, backend = Oracle(some, cdlrm.Adagrad(lr=0.1)), backend_of(ebc)
+        own = backend.new_stream_named("of the user")
+        inputs = [one_hot(rng, some, 4 + j % 7) for j in range(14)]
+        backend.wait(own, backend.record(backend.compute_stream()))
+        with backend.current(own) if not inside else contextlib.nullcontext():
+            for j, batch in enumerate(cdlrm.lookahead(ebc, [to_torch(i) for i in inputs])):
+                with backend.current(own) if inside else contextlib.nullcontext():
+                    want, out = oracle.forward(inputs[j]), ebc(batch)
+                    same_bits(out, want, f"batch {j}")
+                    grad = random_grad(rng, want)
+                    backward(out, grad)
+                    oracle.backward(grad)
+        backend.wait(backend.compute_stream(), backend.record(own))
+        same_tables(ebc, oracle, "end")
+        ebc.close()
+
+
+def test_evaluation_needs_no_room_for_a_second_cache(monkeypatch: Any) -> None:
+    """With a cache of most of the device's memory, rows that are not cached can still be read, in any batch."""
+    some = [cdlrm.Table("t0", 60_000, 64)]
+    use(monkeypatch, 3, device_bytes=8 << 20)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=24_000)
+    want = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=2_000)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        ids = {"t0": torch.from_numpy(rng.integers(0, 60_000, 500))}
+        for module in (ebc, want):
+            module(ids).sum().backward()
+    with torch.no_grad():
+        ids = {"t0": torch.from_numpy(rng.integers(0, 60_000, 2_000))}
+        same_bits(ebc(ids), want(ids).numpy(), "evaluation")
+    assert ebc.stats()["cache_rows"] == 24_000
+
+
+@pytest.mark.parametrize("count", [255, 256, 257, 511, 512, 513])
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[3]], ids=lambda s: s.name)
+def test_rows_around_the_chunk_of_256(monkeypatch: Any, spec: Any, count: int) -> None:
+    """A row that 256 lookups hit is a short one; one more makes it long."""
+    use(monkeypatch, count)
+    some = tables(1, dim=5)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=20)
+    ids = np.concatenate([np.full(count, 3), np.arange(7)])
+    inputs = [{"t0": (np.random.default_rng(j).permutation(ids), None, None)} for j in range(3)]
+    train(ebc, oracle := Oracle(some, spec), inputs)
+    same_tables(ebc, oracle, f"{count} lookups")
     ebc.close()

@@ -1,7 +1,8 @@
 """What each kernel reads and writes, exactly by rows, worked out from its arguments at the moment when it runs.
 
 An access is (parameter, writes, address, offsets int64 [n], nbytes of each row); `shared` parameters may be written
-by more than one owner, `atomic` ones are relaxed atomic stores, which may race with each other, but not with what reads them.
+by more than one owner, `atomic` ones are relaxed atomic stores, which may race with each other, but not with what
+reads them.
 Where a kernel may or may not write (a flag; an update that a flag suppresses), it is declared to.
 """
 

@@ -8,10 +8,12 @@ arguments of the wrong type (TypeError).  The first such error is raised again b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,7 @@ class EmulatedBackend(Backend):
         self._watch = Watch(self.memory, self._clocks)
         self._scheduler = Scheduler(seed, style, patience)
         self._host = VirtualStream(0, "of the host")
+        self._current = threading.local()
         self._compute = self.new_stream_named("compute")
         self._entered = Entered(self)
         self._freed: deque[Region] = deque()  # dropped, perhaps in the middle of a call
@@ -94,7 +97,18 @@ class EmulatedBackend(Backend):
         return self._scheduler.add(VirtualStream(self._clocks.new_stream(), name))
 
     def compute_stream(self) -> VirtualStream:
-        return self._compute
+        """One for all threads, but where `current` says otherwise."""
+        return getattr(self._current, "stream", self._compute)
+
+    @contextlib.contextmanager
+    def current(self, stream: VirtualStream) -> Iterator[None]:
+        """torch.cuda.stream(stream): this thread's current stream inside the `with` block."""
+        before = self.compute_stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
 
     def new_stream(self) -> VirtualStream:
         with self._entered:
@@ -178,7 +192,8 @@ class EmulatedBackend(Backend):
             raise DeviceMemoryError(f"no room for {nbytes} bytes on the device, of which {free} are free.")
         self.memory.device.add(nbytes)
         region = self.memory.allocate(kind, nbytes)
-        region.born, _ = self._clocks.next(self._compute.index)
+        region.stream = self.compute_stream()
+        region.born, _ = self._clocks.next(region.stream.index)
         return region
 
     def free_bytes(self) -> int:
@@ -243,7 +258,8 @@ class EmulatedBackend(Backend):
                 return address
             region = self.memory.allocate("tensor", nbytes)
             ctypes.memmove(region.start, address, nbytes)
-            region.born, _ = self._clocks.next(self._compute.index)
+            region.stream = self.compute_stream()
+            region.born, _ = self._clocks.next(region.stream.index)
             self._lent.append((self._compute.issued, region))
             if len(self._lent) > LENT and self._lent[0][0] < self._compute.issued:
                 self._free_in_order(self._lent.popleft()[1])
@@ -399,13 +415,13 @@ class EmulatedBackend(Backend):
         return Operation(*self._clocks.next(stream.index), stream, "the end of memory", self._host_ms)
 
     def _free_in_order(self, region: Region) -> None:
-        """Torch's allocator gives memory on in the order of the compute stream."""
+        """Torch's allocator gives memory on in the order of the stream that it was asked on."""
 
         def body(operation: Operation) -> float:
             self._release(region, operation)
             return 0.0
 
-        operation = self._end(self._compute)
+        operation = self._end(region.stream or self._compute)
         if self._broken:
             body(operation)
             return

@@ -52,6 +52,7 @@ class Region:
         self.end = self.start + nbytes
         self.live = True
         self.handle: Any = None  # what tells that torch dropped it
+        self.stream: Any = None  # torch's current one when the memory was asked for
         self.born = 0  # number of the operation that may be taken for the first writer
         self.writer: Any = None  # uint32 [words], number of the operation that wrote last
         self.readers: Any = None  # uint32 [streams, words], number of each stream's last reader
