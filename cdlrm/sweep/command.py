@@ -12,7 +12,7 @@ from typing import Any
 from ..arguments import add_common, add_settings, check_file, number_list, settings_of, whole
 from ..config import flag_of
 from ..errors import ConfigError
-from .points import SWEPT, TIED, make_points, read_lines
+from .points import SWEPT, TIED, make_points, read_lines, shown_horizon
 
 ABOUT = """\
 Train (or, with --simulate, simulate) over cache sizes, horizons and prefetch depths: one JSON line a run, and figures.
@@ -28,7 +28,7 @@ examples:
 GRID: dict[str, tuple[type, str]] = {
     "cache_rows": (int, "rows that the cache holds"),
     "cache_ratio": (float, "the same as a share of all rows (default: 0.1)"),
-    "horizon": (int, "batches whose ids are read ahead (default: 32)"),
+    "horizon": (int, "batches whose ids are read ahead; auto: as the cache and the batches suit (default: auto)"),
     "prefetch_depth": (int, f"batches whose rows may be copied ahead; {TIED!r}: as many as the horizon (default: 1)"),
     "mini_batch_size": (int, "samples a training step (default: 2048)"),
     "arch_sparse_feature_size": (int, "dim of the tables (default: 16)"),
@@ -55,7 +55,7 @@ def add_sweep(commands: Any) -> None:
     parser.set_defaults(command=run_sweep, parser=parser)
     grid = parser.add_argument_group("Grid", "each flag takes several values; every combination is a run")
     for name, (kind, text) in GRID.items():
-        metavar = "X" if kind is float else "N"
+        metavar = "auto|N" if name == "horizon" else "X" if kind is float else "N"
         grid.add_argument(flag_of(name), nargs="+", metavar=metavar, default=argparse.SUPPRESS, help=text)
     grid.add_argument("--repeats", metavar="N", default="1", help="runs of each; figures show the least (default: 1)")
     grid.add_argument("--simulate", action="store_true", help="count fills from ids alone, without training")
@@ -76,7 +76,8 @@ def _swept(found: argparse.Namespace) -> dict[str, list[Any]]:
         if name in given:
             words = given[name]
             tied = [TIED] if name == "prefetch_depth" and TIED in words else []
-            swept[name] = number_list(flag_of(name), GRID[name][0], [w for w in words if w not in tied]) + tied
+            others = ("auto",) if name == "horizon" else ()
+            swept[name] = number_list(flag_of(name), GRID[name][0], [w for w in words if w not in tied], others) + tied
     return swept
 
 
@@ -154,7 +155,7 @@ class Bar:
 def render(lines: list[dict[str, Any]]) -> str:
     """The table for people; times in milliseconds a batch."""
     out = [
-        f"{'batch':>7}{'dim':>5}{'cache rows':>13}{'share':>8}{'horizon':>9}{'depth':>7}{'compute':>9}{'overhead':>10}"
+        f"{'batch':>7}{'dim':>5}{'cache rows':>13}{'share':>8}{'horizon':>11}{'depth':>7}{'compute':>9}{'overhead':>10}"
         f"{'stall':>8}{'fills':>13}{'/ MIN(0)':>10}{'/ MIN(d)':>10}"
     ]
     order = ("batch_size", "dim", "cache_rows", "depth_is_horizon", "prefetch_depth", "horizon", "repeat")
@@ -164,7 +165,7 @@ def render(lines: list[dict[str, Any]]) -> str:
         ratios = [f"{line['fills'] / line[key]:.4f}" if line[key] else "-" for key in ("min0_fills", "mind_fills")]
         out.append(
             f"{line['batch_size']:>7}{line['dim']:>5}{line['cache_rows']:>13,}{line['cache_ratio']:>8.2%}"
-            f"{line['horizon']:>9}{line['prefetch_depth']:>7}{shown[0]:>9}{shown[1]:>10}{shown[2]:>8}"
+            f"{shown_horizon(line):>11}{line['prefetch_depth']:>7}{shown[0]:>9}{shown[1]:>10}{shown[2]:>8}"
             f"{line['fills']:>13,}{ratios[0]:>10}{ratios[1]:>10}"
         )
     return "\n".join(out)
