@@ -97,7 +97,7 @@ def traces(data: list[str] | None) -> dict[str, Callable[[], Uses]]:
     found["zipf 1.05, 40 % reuse"] = made(1.05, 0.4)
     if data:
         config = TrainConfig(data=data, mini_batch_size=SAMPLES, test_fraction=0.0)
-        found["real sample"] = lambda: Uses.of(rows for rows, _ in SourceTrace(config))
+        found["real sample"] = lambda: Uses.of(batch.rows for batch in SourceTrace(config))
     return found
 
 

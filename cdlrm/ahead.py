@@ -35,8 +35,8 @@ def lookahead(
     (or a tuple of them, or a list of such for several calls in a step); for several a mapping
     module -> the same.  Default: the batch itself is the argument of every module.
     `horizon`: future batches that are scanned (host memory only, at most `window_bytes` of it), or "auto":
-    12 batches for each time that the cache holds a batch's distinct rows, at most 512, looked at again every 64
-    batches (fills are then within 2 % of MIN on the traces of bench/policies.py; see `horizon.py`);
+    24 batches for each time that the cache holds a batch's distinct rows, at most 1,024, looked at again every 64
+    batches (what that leaves to gain, and on which traces: `horizon.py`);
     `prefetch_depth`: batches that may compute while a batch's rows are copied (costs slots);
     `horizon < prefetch_depth` means the larger.
 
@@ -98,9 +98,9 @@ class Lookahead:
             raise ConfigError(f"lookahead: the loader ({type(loader).__name__}) is not iterable.")
         self.modules = embedding_modules(modules)
         self.loader = loader
-        self.horizon, self.prefetch_depth = max(int(horizon), prefetch_depth), prefetch_depth
+        self._horizon, self.prefetch_depth = max(int(horizon), prefetch_depth), prefetch_depth
         self._ids, self._window_bytes, self._threads = ids, window_bytes, threads
-        self.horizon_why: str | None = None  # of the newest choice, with "auto"
+        self._why: str | None = None
         self._pipeline: Pipeline | None = None
         self._state: Any = None
         self._totals = {"batches": 0, "seconds_read": 0.0, "seconds_stall": 0.0, "short_windows": 0}
@@ -137,7 +137,7 @@ class Lookahead:
                 group.attached.close()  # an earlier loop that was left early
             group.abandon()
         self._pipeline = Pipeline(
-            groups, self.loader, _Announcer(self.modules, self._ids), horizon=self.horizon,
+            groups, self.loader, _Announcer(self.modules, self._ids), horizon=self._horizon,
             prefetch_depth=self.prefetch_depth, window_bytes=self._window_bytes, threads=self._threads,
             auto_horizon=self._auto,
         )  # fmt: skip
@@ -151,13 +151,18 @@ class Lookahead:
             out["seconds_read"] += line.seconds_read
             out["seconds_stall"] += line.seconds_stall
             out["short_windows"] += line.short_windows
-            self._note_horizon(line)
         return {**out, "horizon": self.horizon, "prefetch_depth": self.prefetch_depth}
 
-    def _note_horizon(self, line: Pipeline) -> None:
-        self.horizon = line.horizon
-        if line.chooser is not None and line.chooser.why:
-            self.horizon_why = line.chooser.why
+    @property
+    def horizon(self) -> int:
+        """Batches that are scanned ahead at present ("auto" changes it)."""
+        return self._horizon if self._pipeline is None else self._pipeline.horizon
+
+    @property
+    def horizon_why(self) -> str | None:
+        """A sentence about the newest choice of "auto"; None before it."""
+        line = self._pipeline
+        return self._why if line is None or line.chooser is None else line.chooser.why or self._why
 
     def state_dict(self) -> Any:
         """`loader.state_dict()` as it was after the batch that is being trained (None before the first,
@@ -169,7 +174,9 @@ class Lookahead:
         line, self._pipeline = self._pipeline, None
         if line is None:
             return
-        self._note_horizon(line)
+        self._horizon = line.horizon
+        if line.chooser is not None and line.chooser.why:
+            self._why = line.chooser.why
         line.finish_batch()
         line.close()
         self._totals["batches"] += line.trained

@@ -47,14 +47,14 @@ def add_common(output: Any) -> None:
     output.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
-def number_list(flag: str, kind: type, words: list[str]) -> list[Any]:
-    """The values of a flag with several; raises ConfigError naming the one that is wrong."""
+def number_list(flag: str, kind: type, words: list[str], others: tuple[str, ...] = ()) -> list[Any]:
+    """The values of a flag with several, numbers or words of `others`; raises ConfigError naming what is neither."""
     values: list[Any] = []
     for word in words:
         try:
-            values.append(kind(word))
+            values.append(word if word in others else kind(word))
         except ValueError:
-            expected = {int: "a whole number", float: "a number"}[kind]
+            expected = " or ".join([{int: "a whole number", float: "a number"}[kind], *others])
             raise ConfigError(f"{flag} {word}: expected {expected}.") from None
     return values
 

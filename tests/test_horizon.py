@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import cdlrm
 from cdlrm.cli import main
 from cdlrm.horizon import BATCHES_PER_SHARE, LARGEST_HORIZON, LEAST_HORIZON, PERIOD, HorizonChooser, horizon_for
 from cdlrm.plan import Planner
+from cdlrm.simulate.caches import LookAheadCache, MinCache
+from cdlrm.simulate.grid import simulate_caches
+from cdlrm.simulate.trace import BatchRows, Trace
 
 
 def chosen(sizes: list[int], cache_rows: int, *, depth: int = 1, window_bytes: int = 1 << 40) -> tuple[list[int], str]:
@@ -32,9 +36,9 @@ def chosen(sizes: list[int], cache_rows: int, *, depth: int = 1, window_bytes: i
 
 def test_it_follows_the_batches() -> None:
     found, why = chosen([10] + [10] * (PERIOD - 1) + [20] * PERIOD + [40] * PERIOD, 400)
-    assert found == [480, 480, 240, 120]
+    assert found == [960, 960, 480, 240]
     assert why == (
-        "horizon: 120 batches, 12 (at most 512 in all) for each time that the cache of 400 rows holds the 40 distinct "
+        "horizon: 240 batches, 24 (at most 1024 in all) for each time that the cache of 400 rows holds the 40 distinct "
         "rows of a batch."
     )
 
@@ -50,10 +54,42 @@ def test_bounds() -> None:
     assert chosen([1], 5000)[0] == [LARGEST_HORIZON]
     assert chosen([9000], 9000)[0] == [BATCHES_PER_SHARE]
     assert chosen([100], 9000, window_bytes=800 * 20)[0] == [20], "as many batches as fit the bytes"
-    assert "limited from 512 by the 0 MiB" in chosen([100], 9000, window_bytes=800 * 20)[1]
+    assert "limited from 1024 by the 15.6 KiB for batches read ahead" in chosen([100], 9000, window_bytes=800 * 20)[1]
     assert chosen([100], 9000, depth=3, window_bytes=1)[0] == [3], "never less than the prefetch depth"
     found, why = chosen([100], 10_000)
     assert found == [LEAST_HORIZON] and "all rows fit" in why
+
+
+class Reused(Trace):
+    """Zipf ids of 8 tables, 40 % of which are redrawn from the last 16 batches."""
+
+    names, table_rows, batches = list("abcdefgh"), [100_000] * 8, 700
+
+    def __iter__(self) -> Iterator[BatchRows]:
+        rng = np.random.default_rng(0)
+        cdf = np.cumsum(np.arange(1, 100_001) ** -1.05)
+        base = 100_000 * np.arange(8)[:, None]
+        past: list[np.ndarray] = []
+        for _ in range(700):
+            rows = np.searchsorted(cdf, rng.random((8, 128)) * cdf[-1]) + base
+            if past:
+                batch, at = rng.integers(0, len(past), rows.shape), rng.integers(0, 128, rows.shape)
+                old = np.stack(past)[batch, np.arange(8)[:, None], at]
+                rows = np.where(rng.random(rows.shape) < 0.4, old, rows)
+            past = [*past[-15:], rows]
+            yield BatchRows(rows.reshape(-1), 0)
+
+
+def test_it_is_long_enough_for_long_traces_with_reuse() -> None:
+    """700 batches, a cache of 16 times their distinct rows: 12 batches for each time are not enough."""
+    distinct = float(np.mean([np.unique(batch.rows).size for batch in Reused()]))
+    rows = int(16 * distinct)
+    horizons = (horizon_for(rows, distinct), 12 * 16)
+    least = MinCache(rows, (0, 1))
+    caches = [LookAheadCache(rows, horizon, 1, 8) for horizon in horizons]
+    simulate_caches(Reused(), [least, *caches], max(horizons), 1)
+    over = [cache.results()[0]["fills"] / least.counter.fills_at(1) for cache in caches]
+    assert over[0] <= 1.001 and over[1] > 1.02, over
 
 
 def ids(batches: int) -> list[dict[str, torch.Tensor]]:
@@ -72,7 +108,7 @@ def test_a_pass_adapts_and_plans_stay_the_same(threads: bool) -> None:
         seen = []
         for batch in look:
             ebc(batch).sum().backward()
-            seen.append(look.stats()["horizon"])
+            seen.append(look.horizon)
         stats = ebc.stats()
         runs.append(
             (stats["fills"], stats["evicts"], stats["short_windows"], look.stats()["horizon"], look.horizon_why)

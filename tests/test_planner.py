@@ -187,6 +187,44 @@ def test_fills_equal_furthest_next_use_on_larger_traces(depth: int, zipf: float)
     assert tight.shortened_at(depth) == sum(rows > tight.cache_rows for rows in held)
 
 
+def wandering_trace(rng: np.random.Generator, batches: int) -> list[list[int]]:
+    """Batches of 1 to 4 rows out of few, then many, then others: some never fill a cache, some do."""
+    trace: list[list[int]] = []
+    while len(trace) < batches:
+        low, width = int(rng.integers(0, 250)), int(rng.choice([6, 20, 50]))
+        length = int(rng.integers(200, 1500))
+        trace += [dedupe([rng.integers(low, low + width, rng.integers(1, 5)).tolist()])[0] for _ in range(length)]
+    return trace[:batches]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_min_forgets_only_what_cannot_matter(seed: int) -> None:
+    """Thousands of batches in a ring of 1,024: as many fills as furthest next use."""
+    rng = np.random.default_rng(seed)
+    trace = wandering_trace(rng, 5000)
+    depth = int(rng.integers(0, 4))
+    forgot = 0
+    for slots in (smallest_cache(trace, depth) + 1, 25, 60, 260):
+        counter = MinCounter(300, slots, 0, depth)
+        for batch in trace:
+            counter.add(np.asarray(batch, np.int64))
+        assert counter.fills_at(depth) == furthest_fills(trace, slots, depth), slots
+        assert counter.double_fills == furthest_fills(trace, 2 * slots, depth), slots
+        forgot += counter.nbytes < 100_000
+    assert forgot, "some ring stayed as it was made"
+
+
+def test_min_is_bounded_where_the_cache_never_fills() -> None:
+    """Few rows a batch, fewer in all than the cache holds: nothing is kept of old batches."""
+    rng = np.random.default_rng(0)
+    counter = MinCounter(2000, 900, 0, 1)
+    made = counter.nbytes
+    for b in range(30_000):
+        counter.add(np.unique(rng.integers(0, 800, 1 + b % 2)))
+    assert counter.nbytes == made
+    assert counter.fills == 800, "each row once"
+
+
 @pytest.mark.parametrize("horizon", [0, 1, 2, 3, 8, 20, 100])
 @pytest.mark.parametrize("zipf", [0.0, 0.8, 1.3])
 def test_never_more_fills_than_lru(horizon: int, zipf: float) -> None:

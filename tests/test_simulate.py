@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+import cdlrm
+import cdlrm.horizon as horizon_module
 import cdlrm.plan.planner as planner_module
 from cdlrm.cli import main
 from cdlrm.errors import ConfigError, DataError
@@ -31,10 +35,11 @@ class Given(Trace):
     def __init__(self, batches: list[np.ndarray], table_rows: list[int], epochs: list[int] | None = None) -> None:
         self.data, self.table_rows = batches, table_rows
         self.epochs = epochs or [0] * len(batches)
+        self.sizes: list[int] | None = None
         self.names, self.batches = [f"t{i}" for i in range(len(table_rows))], len(batches)
 
     def __iter__(self) -> Iterator[BatchRows]:
-        yield from map(BatchRows, self.data, self.epochs)
+        yield from map(BatchRows, self.data, self.epochs, self.sizes or [0] * len(self.data))
 
 
 def random_trace(seed: int) -> Given:
@@ -213,7 +218,53 @@ def test_counts_equal_trainings(tmp_path: Path) -> None:
     fills = {(line["policy"], line["prefetch_depth"]): line["fills"] for line in lines}
     assert fills == {("lru", 1): trained["fills"], ("min", 0): trained["min0_fills"], ("min", 1): trained["mind_fills"]}
     assert all(line["distinct"] == trained["distinct"] and line["lookups"] == trained["lookups"] for line in lines)
-    assert all(line["bytes_filled"] == line["fills"] * 4 * 17 for line in lines)  # dim 16 and one state a row
+    copied = {line["policy"]: line["bytes_filled"] for line in lines}
+    assert copied["lru"] == trained["bytes_filled"] == trained["fills_copied"] * 4 * 17  # dim 16 and one state a row
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--prefetch-depth", "3", "--cache-ratio", "0.05"], ["--nepochs", "2", "--num-batches", "140"]],
+    ids=["as it comes", "deep and small", "epochs"],
+)
+def test_the_default_horizon_is_trainings(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing about the horizon is said: as it changes in training, it changes here."""
+    monkeypatch.setattr(grid_module, "STRETCH_LOOKUPS", 20_000)
+    same = [*SMALL[:2], "--mini-batch-size", "64", "--no-progress", "--num-batches", "200"]
+    report, out = tmp_path / "report.json", tmp_path / "out.jsonl"
+    assert main(["train", *same, *flags, "--arch-mlp-top", "8-1", "--no-metrics", "--json", str(report)]) == 0
+    assert main(["simulate", *same, *flags, "--out", str(out)]) == 0
+    trained = json.loads(report.read_text())["cache"]
+    line = next(x for x in map(json.loads, out.read_text().splitlines()) if x["policy"] == "lru")
+    assert trained["short_windows"] == 0 and trained["horizon"] > 8
+    for name in ("fills", "fills_copied", "bytes_filled", "horizon", "prefetch_depth", "distinct"):
+        assert line[name] == trained[name], name
+    assert line["horizon_auto"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_sees_as_far_as_the_runtime(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of all sizes, several epochs, and choices every 4 batches, limited by bytes: against the real stages."""
+    for module in (horizon_module, importlib.import_module("cdlrm.simulate.auto")):
+        for name, value in {"PERIOD": 4, "LEAST_HORIZON": 1, "WINDOW_BYTES": 4_000}.items():
+            monkeypatch.setattr(module, name, value, raising=False)
+    monkeypatch.setattr(grid_module, "STRETCH_LOOKUPS", 100)
+    rng = np.random.default_rng(seed)
+    epochs, depth = [0] * 30 + [1] * 25, int(rng.integers(0, 3))
+    batches = [rng.integers(0, 300, rng.integers(1, rng.choice([5, 60]))) for _ in epochs]
+    ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 300, 4)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=70)
+    sizes: list[int] = []
+    for epoch in (0, 1):
+        loader = [{"a": torch.from_numpy(b)} for b, mine in zip(batches, epochs, strict=True) if mine == epoch]
+        look = cdlrm.ahead.Lookahead(ebc, loader, prefetch_depth=depth, window_bytes=4_000, threads=False)
+        sizes += [sum(x.nbytes for x in ebc.lookahead_calls(one).values()) for one in loader]
+        for batch in look:
+            ebc(batch).sum().backward()
+    trace = Given(batches, [300], epochs)
+    trace.sizes = sizes
+    found = simulate(trace, Grid(cache_rows=[70], prefetch_depth=[depth], policy=["lru"])).results[0]
+    assert (found["fills"], found["horizon"]) == (ebc.stats()["fills"], look.horizon)
+    ebc.close()
 
 
 def test_a_recorded_trace_gives_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +287,7 @@ def test_npz_and_parquet_traces_as_documented(tmp_path: Path) -> None:
     for name in ("t.npz", "t.parquet"):
         trace = FileTrace(str(tmp_path / name))
         assert (trace.table_rows, trace.batches, trace.names) == ([4, 6], 3, ["t0", "t1"])
-        assert [rows.tolist() for rows, _ in trace] == [b.tolist() for b in batches]
+        assert [batch.rows.tolist() for batch in trace] == [b.tolist() for b in batches]
 
 
 def test_bad_traces(tmp_path: Path) -> None:
@@ -276,9 +327,10 @@ def test_an_empty_trace_is_said() -> None:
 BAD = {
     "--policy belady": "one of lru, lfu, frequency, s3fifo, min",
     "--horizon -1": "at least 0",
-    "--horizon two": "whole number",
+    "--horizon two": "a whole number or auto",
+    "--horizon 9999999": "--horizon 9999999: must be at least 0 and at most 1048576.",
     "--prefetch-depth 65": "at most 64",
-    "--cache-rows 0": "at least 1",
+    "--cache-rows 0": "--cache-rows 0: must be at least 1.",
     "--cache-rows 99999999": "only 13509 rows",
     "--cache-ratio 0": "above 0",
     "--cache-ratio 1.5": "at most 1",

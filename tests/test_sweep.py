@@ -49,7 +49,7 @@ def test_every_combination_once_and_never_again(tmp_path: Path, capsys: pytest.C
 
 
 def test_simulated_fills_equal_those_of_real_runs(tmp_path: Path) -> None:
-    grid = ["--cache-ratio", "0.15", "0.3", "--horizon", "0", "4", "--prefetch-depth", "0", "2"]
+    grid = ["--cache-ratio", "0.15", "0.3", "--horizon", "0", "4", "auto", "--prefetch-depth", "0", "2"]
     fills = []
     for mode in ([], ["--simulate"]):
         out = tmp_path / f"{len(fills)}.jsonl"
@@ -57,6 +57,7 @@ def test_simulated_fills_equal_those_of_real_runs(tmp_path: Path) -> None:
         names = (
             "cache_rows",
             "horizon",
+            "horizon_auto",
             "prefetch_depth",
             "distinct",
             "fills",
@@ -65,7 +66,7 @@ def test_simulated_fills_equal_those_of_real_runs(tmp_path: Path) -> None:
             "cache_bytes",
         )
         fills.append(sorted([line[name] for name in names] for line in lines_of(out)))
-    assert fills[0] == fills[1] and len(fills[0]) == 8
+    assert fills[0] == fills[1] and len(fills[0]) == 12
 
 
 def test_the_table_marks_what_is_not_as_it_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +211,8 @@ def test_curves_over_batch_size_and_dim() -> None:
 
 BAD = {
     "--horizon -1": "at least 0",
-    "--horizon x": "whole number",
+    "--horizon x": "a whole number or auto",
+    "--prefetch-depth horizon": "give --horizon with at most 64",
     "--cache-ratio 0": "above 0",
     "--prefetch-depth wide": "whole number",
     "--prefetch-depth horizon --horizon 100": "at most 64",

@@ -8,11 +8,11 @@ from cdlrm.plan import Planner
 
 from .base import Moved, Uses
 
-BATCHES_PER_SHARE, LARGEST_HORIZON = 12, 512
+BATCHES_PER_SHARE, LARGEST_HORIZON = 24, 1024
 
 
 def auto_horizon(uses: Uses, slots: int) -> int:
-    """What `lookahead(horizon="auto")` begins with: 12 batches for each time that the cache holds the first one."""
+    """What `lookahead(horizon="auto")` begins with: 24 batches for each time that the cache holds the first one."""
     return min(LARGEST_HORIZON, max(1, math.ceil(BATCHES_PER_SHARE * slots / uses.batches[0].size)))
 
 

@@ -14,6 +14,10 @@ far, and is accepted when the smallest room in that suffix, m(free_from(p)), is 
 batch to the next, so batches with equal m form runs.  A suffix decrement lowers the difference
 between one run and the run before it; at 0 the two merge.  That is a union-find: a few operations a
 use, a few words a batch.
+
+Old batches are forgotten in two cases.  Nothing can be kept across a full batch.  And a batch never becomes full
+when it has as many places as there are rows that were used last before it ended: each of those takes at most one of
+its places, when it is used again, and no other row takes any.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ import numpy as np
 
 from ..driver.intrinsics import prefetch_read as prefetch
 
-# columns of `regs`: m of the newest run; first batch of the oldest run; oldest batch that is held
-NEWEST, OLDEST, HELD = 0, 1, 2
+# columns of `regs`: m of the newest run; first batch of the oldest run; oldest batch that is held; rows used last
+# before this batch cannot be kept (a full batch is between)
+NEWEST, OLDEST, HELD, LOST = range(4)
 AHEAD = 24
 
 _jit = nb.njit(nogil=True, cache=True, error_model="numpy")
@@ -46,9 +51,7 @@ def _find(parent, b):
 def _take(parent, delta, regs, lo):
     """Keep a row over batches `lo ..`: True when each of them has room (and then less)."""
     mask = parent.size - 1
-    if lo < regs[OLDEST]:
-        return False  # what was forgotten ended in a full batch
-    run = _find(parent, lo)
+    run = _find(parent, max(lo, regs[OLDEST]))
     if run == regs[OLDEST]:
         if delta[run & mask] == 0:
             return False
@@ -82,8 +85,6 @@ def _append(parent, delta, regs, batch, room):
 @_jit
 def _add(rows, batch, capacities, depths, last_use, users, free_from, parent, delta, regs, fills):
     mask = parent.shape[1] - 1
-    deepest = depths.max()
-    umask = users.size - 1
     before = np.empty(rows.size, np.int64)  # batch of each row's use before, -1: none
     for i in range(rows.size):
         if i + AHEAD < rows.size:
@@ -91,8 +92,10 @@ def _add(rows, batch, capacities, depths, last_use, users, free_from, parent, de
         p = np.int64(last_use[rows[i]]) - 1
         before[i] = p
         last_use[rows[i]] = batch + 1
-        if p >= 0 and p >= batch - deepest - 1:
-            users[p & umask] -= 1
+        if p < 0:
+            users[mask + 1] += 1
+        elif batch - p <= mask:
+            users[p & mask] -= 1
     for q in range(depths.size):
         mine, room, reg, frees = parent[q], delta[q], regs[q], free_from[q]
         held = reg[HELD]
@@ -101,35 +104,68 @@ def _add(rows, batch, capacities, depths, last_use, users, free_from, parent, de
             if p < 0:
                 missed += 1
             elif p < held:  # else it was held all the time: a hit
-                lo = frees[p & mask] if batch - p <= mask else np.int64(-1)
-                missed += lo < batch and not _take(mine, room, reg, lo)
+                lo = np.int64(frees[p & mask]) if batch - p <= mask else np.int64(-1)  # -1: long before `OLDEST`
+                missed += p < reg[LOST] or (lo < batch and not _take(mine, room, reg, lo))
         fills[q] += missed
-    users[batch & umask] = rows.size
+    users[batch & mask] = rows.size
     for q in range(depths.size):
         capacity = capacities[q]
         held = np.int64(0)
         for b in range(regs[q, HELD], batch + 1):
-            held += users[b & umask]
+            held += users[b & mask]
         while regs[q, HELD] < batch and (regs[q, HELD] < batch - depths[q] or held > capacity):
-            held -= users[regs[q, HELD] & umask]
+            held -= users[regs[q, HELD] & mask]
             free_from[q, regs[q, HELD] & mask] = batch
             regs[q, HELD] += 1
         _append(parent[q], delta[q], regs[q], batch, max(capacity - held, 0))
 
 
 @_jit
-def _forget(parent, delta, regs, batch):
-    """Drop the oldest run if it is full: nothing can be kept across it."""
-    mask = parent.size - 1
-    oldest = regs[OLDEST]
-    if oldest >= batch or delta[oldest & mask] != 0:
-        return
-    second = batch
+def _end_of_oldest(parent, regs, batch):
+    """First batch after the oldest run."""
+    end = batch
     run = _find(parent, batch - 1)
-    while run > oldest:
-        second = run
+    while run > regs[OLDEST]:
+        end = run
         run = _find(parent, run - 1)
-    regs[OLDEST] = second
+    return end
+
+
+@_jit
+def _forget(parent, delta, free_from, users, regs, batch):
+    """Drop the oldest run if it is full, and batches that can never be; at least `batch - 1` is kept."""
+    mask = parent.size - 1
+    end = _end_of_oldest(parent, regs, batch)
+    if end < batch and delta[regs[OLDEST] & mask] == 0:
+        regs[OLDEST] = end
+        regs[LOST] = min(end, regs[HELD])
+        while regs[LOST] > max(0, batch - mask) and free_from[(regs[LOST] - 1) & mask] >= end:
+            regs[LOST] -= 1
+    waiting = users[mask + 1]  # rows that were used last in a batch before `after`
+    for b in range(regs[OLDEST], batch):
+        waiting -= users[b & mask]
+    starts = np.zeros(mask + 1, np.bool_)  # first batches of runs
+    run = batch
+    while run > regs[OLDEST]:
+        starts[run & mask] = True
+        run = _find(parent, run - 1)
+    places = delta[regs[OLDEST] & mask]
+    after = regs[OLDEST]
+    while after < batch - 1:
+        waiting += users[after & mask]
+        if waiting > places:
+            break
+        after += 1
+        if starts[after & mask]:
+            places += delta[after & mask]
+    if after == regs[OLDEST]:
+        return
+    delta[after & mask] = places
+    b = after
+    while b < batch and not (b > after and starts[b & mask]):
+        parent[b & mask] = after
+        b += 1
+    regs[OLDEST] = after
 
 
 class MinCounter:
@@ -137,8 +173,8 @@ class MinCounter:
 
     `num_rows` rows of the group, `cache_rows` slots (`resize` changes them from the next batch on).
     `double`: also those of the last of the depths in a cache twice as large, `double_fills`.
-    Memory: 4 bytes a row, touched only where rows are used, and 24 bytes a batch and depth since
-    the last full batch.
+    Memory (`nbytes`): 4 bytes a row, touched only where rows are used, and 16 bytes a batch and depth of the batches
+    that are neither before a full one nor never full; 1,024 batches at least, a power of two.
     """
 
     def __init__(self, num_rows: int, cache_rows: int, *depths: int, double: bool = True) -> None:
@@ -149,11 +185,12 @@ class MinCounter:
         self.batches = 0
         self._last_use = np.zeros(num_rows, np.int32)
         count = self.depths.size
-        self._parent = np.zeros((count, 1024), np.int64)
-        self._delta = np.zeros((count, 1024), np.int64)
-        self._free_from = np.zeros((count, 1024), np.int64)
-        self._users = np.zeros(1 << int(self.depths.max() + 2).bit_length(), np.int64)
-        self._regs = np.zeros((count, 3), np.int64)
+        size = 1 << max(10, int(4 * self.depths.max() + 16).bit_length())
+        self._parent = np.zeros((count, size), np.int32)
+        self._delta = np.zeros((count, size), np.int64)
+        self._free_from = np.zeros((count, size), np.int32)
+        self._users = np.zeros(size + 1, np.int64)  # rows used last in each batch; at the end: all that were used
+        self._regs = np.zeros((count, 4), np.int64)
         self._fills = np.zeros(count, np.int64)
         self._shortened = np.zeros(count, np.int64)
 
@@ -172,10 +209,17 @@ class MinCounter:
 
     def continue_from(self, other: MinCounter) -> None:
         """Take over what `other`, with as many depths, has counted; new depths hold from now on."""
-        for name in ("batches", "_last_use", "_free_from", "_parent", "_delta", "_regs", "_fills", "_shortened"):
+        names = ("batches", "_last_use", "_free_from", "_parent", "_delta", "_users", "_regs", "_fills", "_shortened")
+        for name in names:
             setattr(self, name, getattr(other, name))
-        for b in range(max(0, self.batches - min(self._users.size, other._users.size)), self.batches):
-            self._users[b & (self._users.size - 1)] = other._users[b & (other._users.size - 1)]
+        while self.batches and self._parent.shape[1] < 4 * int(self.depths.max()) + 16:
+            self._double()
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory."""
+        names = ("_last_use", "_free_from", "_parent", "_delta", "_users", "_regs", "_fills")
+        return sum(int(getattr(self, name).nbytes) for name in names)
 
     @property
     def fills(self) -> int:
@@ -202,13 +246,18 @@ class MinCounter:
         if self.batches - int(self._regs[:, OLDEST].min()) < size - margin:
             return
         for q in range(self.depths.size):
-            _forget(self._parent[q], self._delta[q], self._regs[q], self.batches)
-        oldest = int(self._regs[:, OLDEST].min())
-        if self.batches - oldest < size // 2:
-            return
-        live = np.arange(oldest, self.batches)
+            _forget(self._parent[q], self._delta[q], self._free_from[q], self._users, self._regs[q], self.batches)
+        if self.batches - int(self._regs[:, OLDEST].min()) >= size // 2:
+            self._double()
+
+    def _double(self) -> None:
+        size = self._parent.shape[1]
+        live = np.arange(max(0, self.batches - size), self.batches)
         for name in ("_free_from", "_parent", "_delta"):
             old = getattr(self, name)
-            new = np.zeros((self.depths.size, 2 * size), np.int64)
+            new = np.zeros((self.depths.size, 2 * size), old.dtype)
             new[:, live & (2 * size - 1)] = old[:, live & (size - 1)]
             setattr(self, name, new)
+        users = np.zeros(2 * size + 1, np.int64)
+        users[live & (2 * size - 1)], users[-1] = self._users[live & (size - 1)], self._users[-1]
+        self._users = users

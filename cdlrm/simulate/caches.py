@@ -7,9 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..horizon import LARGEST_HORIZON
 from ..plan import MinCounter, shards_for
 from ..plan import minimum as minimum
 from . import kernels as k
+from .auto import AutoWindow
 from .uses import Stretch, grown
 
 Task = Callable[[], None]
@@ -28,34 +30,54 @@ class LookAheadCache:
     """The planner's cache: the furthest next use goes first, and before it rows without a known use, oldest first.
 
     `horizon` 0 with `depth` 0 is LRU as in caches that do not look ahead.  Fills equal `cdlrm.plan.Planner`'s.
+    `horizon` may be an `AutoWindow` (of its own: nobody else takes from it).
     """
 
-    def __init__(self, cache_rows: int, horizon: int, depth: int, tables: int) -> None:
-        self.cache_rows, self.horizon, self.depth = cache_rows, max(horizon, depth), depth
+    def __init__(self, cache_rows: int, horizon: int | AutoWindow, depth: int, tables: int) -> None:
+        self.cache_rows, self.depth = cache_rows, depth
+        self.window = horizon if isinstance(horizon, AutoWindow) else None
+        self._horizon = max(horizon if isinstance(horizon, int) else LARGEST_HORIZON, depth)
         self.shards = shards_for(cache_rows)
         self.per_shard = self.slots = -(-cache_rows // self.shards)
         self.state = np.zeros((1024, 2), np.int32)  # of all shards: a row belongs to one
         self.parts = [_Part(tables) for _ in range(self.shards)]
-        self._bucket_size = 1 << (self.horizon + 2).bit_length()
+        self._bucket_size = 1 << (self._horizon + 2).bit_length()
+
+    @property
+    def horizon(self) -> int:
+        """Batches that the window shows; with an `AutoWindow` by its newest choice."""
+        return self._horizon if self.window is None else self.window.horizon
 
     def tasks(self, stretch: Stretch) -> list[Task]:
         split = stretch.splits[self.shards]
         slots = np.maximum(split.need, self.per_shard)
         self.slots = int(slots[stretch.end - 1 - stretch.first_batch])
         self.state = grown(self.state, stretch.rows, 0)
+        far = self._far(stretch)
 
         def task(number: int) -> Task:
-            return lambda: self._run(number, stretch, slots)
+            return lambda: self._run(number, stretch, slots, far)
 
         return [task(number) for number in range(self.shards)]
 
-    def _run(self, number: int, stretch: Stretch, slots: np.ndarray) -> None:
+    def _far(self, stretch: Stretch) -> np.ndarray:
+        """Newest batch that the window shows at each of the stretch's batches, int64 [B]."""
+        batches = np.arange(stretch.first_batch, stretch.end)
+        if self.window is None:
+            return np.minimum(batches + self._horizon, stretch.last_seen[: batches.size])
+        far = np.zeros(batches.size, np.int64)
+        far[stretch.begin - stretch.first_batch :] = [
+            self.window.far.popleft() for _ in range(stretch.begin, stretch.end)
+        ]
+        return far
+
+    def _run(self, number: int, stretch: Stretch, slots: np.ndarray, far: np.ndarray) -> None:
         part, split = self.parts[number], stretch.splits[self.shards]
         part.make_room(stretch.rows, self.slots, self._bucket_size)
         k.look_ahead(
             stretch.begin, stretch.end, stretch.first_batch, split.lo[number], split.hi[number], split.row,
-            split.following, stretch.first, stretch.last_seen, self.horizon, self.depth, slots, self.state, part.fifo,
-            part.bucket, part.regs, stretch.table, part.fills_by_table,
+            split.following, stretch.first, far, self.depth, slots, self.state, part.fifo, part.bucket, part.regs,
+            stretch.table, part.fills_by_table,
         )  # fmt: skip
 
     def results(self) -> list[dict[str, Any]]:
@@ -65,6 +87,7 @@ class LookAheadCache:
                 "policy": "lru",
                 "cache_rows": self.cache_rows,
                 "horizon": self.horizon,
+                "horizon_auto": self.window is not None,
                 "prefetch_depth": self.depth,
                 "shards": self.shards,
                 "fills": int(counted[k.FILLS]),
@@ -134,6 +157,7 @@ class MinCache:
                 "policy": "min",
                 "cache_rows": self.cache_rows,
                 "horizon": None,
+                "horizon_auto": False,
                 "prefetch_depth": depth,
                 "fills": self.counter.fills_at(depth),
                 "hold_shortened": self.counter.shortened_at(depth),

@@ -22,6 +22,7 @@ ABOUT = """\
 Simulate caches from ids alone, without training: how many rows would be filled, for every combination of cache size,
 horizon, prefetch depth and policy, in one pass over the data on all cores.  Counts equal those of `cdlrm train`, except
 that a cache of all rows is simulated as a cache (it fills every row once), where training keeps everything resident.
+With --horizon auto the table shows the newest horizon chosen.
 
 policies: lru  the look-ahead cache of `cdlrm train`: beyond its horizon the row longest unused goes first
                (with --horizon 0 --prefetch-depth 0: plain LRU, as caches that do not look ahead)
@@ -42,10 +43,11 @@ RECORD_FIELDS = ("arch_sparse_feature_size", "optimizer")  # the size of what mo
 GRID_FLAGS: dict[str, tuple[type, str]] = {
     "cache_rows": (int, "rows that the cache holds"),
     "cache_ratio": (float, "the same as a share of all rows (default: 0.1)"),
-    "horizon": (int, "batches whose ids are read ahead (default: 32)"),
+    "horizon": (int, "batches whose ids are read ahead; auto: as `cdlrm train` chooses for each cache (default: auto)"),
     "prefetch_depth": (int, "batches whose rows may be copied ahead (default: 1)"),
     "policy": (str, "see above (default: lru min)"),
 }
+WORDS = {"horizon": ("auto",)}  # besides numbers
 
 
 def trace_fields() -> list[dataclasses.Field[Any]]:
@@ -74,7 +76,7 @@ def add_simulate(commands: Any) -> None:
     parser.set_defaults(command=run_simulate, parser=parser)
     grid = parser.add_argument_group("Grid", "each flag takes several values; every combination is simulated")
     for name, (kind, text) in GRID_FLAGS.items():
-        metavar = {int: "N", float: "X", str: "NAME"}[kind]
+        metavar = "|".join([*WORDS.get(name, ()), {int: "N", float: "X", str: "NAME"}[kind]])
         grid.add_argument(flag_of(name), nargs="+", metavar=metavar, default=argparse.SUPPRESS, help=text)
     grid.add_argument(
         "--curve", type=str, default="0", metavar="N",
@@ -102,7 +104,11 @@ def run_simulate(found: argparse.Namespace) -> int:
     from .trace import Recorder
 
     given = vars(found)
-    lists = {n: number_list(flag_of(n), kind, given[n]) for n, (kind, _) in GRID_FLAGS.items() if n in given}
+    lists = {
+        name: number_list(flag_of(name), kind, given[name], WORDS.get(name, ()))
+        for name, (kind, _) in GRID_FLAGS.items()
+        if name in given
+    }
     grid = Grid(**lists, curve=whole("--curve", found.curve, 0) or 0)
     workers = whole("--workers", found.workers, 1)
     check_file("--out", found.out)
@@ -225,7 +231,7 @@ def render(simulation: Any, seconds: float, proposals: dict[int, dict[str, Any]]
         "=" * len(title),
         f"{s['lookups']:,} lookups in {s['batches']:,} batches, {s['distinct']:,} distinct in their batch; "
         f"{s['rows_touched']:,} of {s['table_rows']:,} rows used; {seconds:.1f} s",
-        f"{'policy':<8}{'cache rows':>14}{'share':>8}{'horizon':>9}{'depth':>7}{'fills':>14}{'a batch':>10}"
+        f"{'policy':<8}{'cache rows':>14}{'share':>8}{'horizon':>11}{'depth':>7}{'fills':>14}{'a batch':>10}"
         f"{'hit rate':>10}{'/ MIN(0)':>10}{'/ MIN(d)':>10}",
     ]
     grown = shortened = False
@@ -234,9 +240,9 @@ def render(simulation: Any, seconds: float, proposals: dict[int, dict[str, Any]]
         grown = grown or bool(mark)
         held_less = "~" if r["hold_shortened"] and r["fills_over_mind"] else ""
         shortened = shortened or bool(held_less)
-        horizon = "all" if r["horizon"] is None else f"{r['horizon']:,}"
+        horizon = "all" if r["horizon"] is None else f"{'auto ' * r['horizon_auto']}{r['horizon']}"
         lines.append(
-            f"{r['policy']:<8}{format(r['cache_rows'], ',') + mark:>14}{r['cache_ratio']:>8.2%}{horizon:>9}"
+            f"{r['policy']:<8}{format(r['cache_rows'], ',') + mark:>14}{r['cache_ratio']:>8.2%}{horizon:>11}"
             f"{r['prefetch_depth']:>7}{r['fills']:>14,}{r['fills_a_batch']:>10,.0f}"
             f"{r['hit_rate_per_distinct_row']:>10.2%}{_ratio(r['fills_over_min0']):>10}"
             f"{_ratio(r['fills_over_mind']) + held_less:>10}"

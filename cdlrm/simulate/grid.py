@@ -16,6 +16,7 @@ from ..config import TrainConfig
 from ..errors import ConfigError, DataError
 from ..interrupt import interrupt_later
 from . import policies
+from .auto import AutoWindow
 from .caches import Cache, LookAheadCache, LruCurve, MinCache
 from .policies import PolicyCache
 from .trace import Recorder, Trace
@@ -28,11 +29,14 @@ STRETCH_BATCHES = 4096
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of these is a configuration; `curve`: number of cache sizes of the miss-ratio curves."""
+    """Every combination of these is a configuration; `curve`: number of cache sizes of the miss-ratio curves.
+
+    `horizon` "auto": for each cache size what `cdlrm train` would choose.
+    """
 
     cache_rows: list[int] = field(default_factory=list)
     cache_ratio: list[float] = field(default_factory=list)
-    horizon: list[int] = field(default_factory=lambda: [32])
+    horizon: list[int | str] = field(default_factory=lambda: ["auto"])
     prefetch_depth: list[int] = field(default_factory=lambda: [1])
     policy: list[str] = field(default_factory=lambda: ["lru", "min"])
     curve: int = 0
@@ -41,14 +45,15 @@ class Grid:
         bounds: list[tuple[str, Sequence[float], float, float]] = [
             ("--cache-rows", self.cache_rows, 1, math.inf),
             ("--cache-ratio", self.cache_ratio, 0, 1),
-            ("--horizon", self.horizon, 0, 2**20),
+            ("--horizon", self._horizons, 0, 2**20),
             ("--prefetch-depth", self.prefetch_depth, 0, 64),
         ]
         for flag, values, low, high in bounds:
             for value in values:
                 if not low <= value <= high or value != value or (flag == "--cache-ratio" and value == 0):
-                    least = f"above {low:g}" if flag == "--cache-ratio" else f"at least {low:g}"
-                    raise ConfigError(f"{flag} {value:g}: must be {least} and at most {high:g}.")
+                    bound = f"above {low}" if flag == "--cache-ratio" else f"at least {low}"
+                    bound += "" if high == math.inf else f" and at most {high}"
+                    raise ConfigError(f"{flag} {value}: must be {bound}.")
         for name in self.policy:
             if name not in POLICIES:
                 raise ConfigError(f"--policy {name}: is unknown; expected one of {', '.join(POLICIES)}.")
@@ -77,18 +82,29 @@ class Grid:
             return []
         return sorted({int(round(n)) for n in np.geomspace(max(1, num_rows / 1000), num_rows, self.curve)})
 
+    @property
+    def _horizons(self) -> list[int]:
+        """Those that are numbers."""
+        return [h for h in self.horizon if isinstance(h, int)]
+
     def caches(self, num_rows: int, tables: int) -> list[Cache]:
         """What to simulate, without duplicates."""
         sizes = self.sizes(num_rows)
         made: list[Cache] = []
         if "min" in self.policy:
             made += [MinCache(rows, tuple(sorted({0, *self.prefetch_depth}))) for rows in sizes]
-        settings = sorted({(max(h, d), d) for h, d in product(self.horizon, self.prefetch_depth)})
+        depths = sorted(set(self.prefetch_depth))
+        settings: list[tuple[int | str, int]] = [*sorted({(max(h, d), d) for h, d in product(self._horizons, depths)})]
+        settings += [("auto", d) for d in depths if "auto" in self.horizon]
+
+        def window(horizon: int | str, rows: int, depth: int) -> int | AutoWindow:
+            return horizon if isinstance(horizon, int) else AutoWindow(num_rows, rows, depth)
+
         for name in dict.fromkeys(self.policy):
             if name == "lru":
-                made += [LookAheadCache(rows, h, d, tables) for rows in sizes for h, d in settings]
+                made += [LookAheadCache(rows, window(h, rows, d), d, tables) for rows in sizes for h, d in settings]
             elif name != "min":
-                made += [PolicyCache(name, rows, h, d, tables) for rows in sizes for h, d in settings]
+                made += [PolicyCache(name, rows, window(h, rows, d), d, tables) for rows in sizes for h, d in settings]
         if self.curve:
             made += [MinCache(rows, (0,)) for rows in self.curve_sizes(num_rows) if rows not in sizes or not made]
             made.append(LruCurve())
@@ -96,9 +112,9 @@ class Grid:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The longest horizon and the deepest prefetch depth."""
+        """The longest horizon that is a number, and the deepest prefetch depth."""
         depth = max(self.prefetch_depth)
-        return max(*self.horizon, depth) if set(self.policy) != {"min"} else 0, depth
+        return max([*self._horizons, depth]) if set(self.policy) != {"min"} else 0, depth
 
 
 @dataclass
@@ -149,7 +165,8 @@ def simulate_caches(
 ) -> Pass:
     """Let `caches`, none of which looks further than `horizon` or is deeper than `depth`, see the whole trace."""
     shards = {cache.shards for cache in caches if isinstance(cache, (LookAheadCache, MinCache))}
-    uses = Uses(trace.table_rows, horizon, depth, shards)
+    windows = [cache.window for cache in caches if isinstance(cache, LookAheadCache) and cache.window is not None]
+    uses = Uses(trace.table_rows, horizon, depth, shards, windows)
     interrupted = False
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="cdlrm-simulate") as pool:
         running = _Running(pool, progress)
@@ -224,7 +241,8 @@ def _collect(
                 "fills_first_touch": touched,
                 "hit_rate_per_distinct_row": 1 - fills / uses.distinct,
                 "fills_a_batch": fills / uses.scanned,
-                "bytes_filled": fills * record_bytes,
+                "fills_copied": fills - touched,  # a row's first fill makes its initial values where they are needed
+                "bytes_filled": (fills - touched) * record_bytes,
                 "fills_over_min0": fills / least0 if least0 else None,
                 "fills_over_mind": fills / least if least else None,
                 "hold_shortened": shortened.get((rows, result["prefetch_depth"])),  # batches of MIN(d)
@@ -253,8 +271,8 @@ def _collect(
 def _curve(sizes: list[int], caches: list[Cache]) -> list[dict[str, Any]]:
     """LRU without look-ahead at the sizes of the curve that hold every batch (smaller ones are left out)."""
     return [
-        {"policy": "lru", "cache_rows": rows, "horizon": 0, "prefetch_depth": 0, "fills": cache.fills(rows),
-         "grown_to_rows": None}
+        {"policy": "lru", "cache_rows": rows, "horizon": 0, "horizon_auto": False, "prefetch_depth": 0,
+         "fills": cache.fills(rows), "grown_to_rows": None}
         for cache in caches if isinstance(cache, LruCurve)
         for rows in sizes if rows >= cache.largest
     ]  # fmt: skip

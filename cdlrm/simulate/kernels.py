@@ -160,10 +160,10 @@ def _pop_unknown(far, first, state, fifo, bucket, regs):
 
 @_jit
 def look_ahead(
-    begin, end, first_batch, lo, hi, row, following, first, last_seen, horizon, depth, slots, state, fifo, bucket, regs,
-    table, fills_by_table,
+    begin, end, first_batch, lo, hi, row, following, first, far_seen, depth, slots, state, fifo, bucket, regs, table,
+    fills_by_table,
 ):  # fmt: skip
-    """Batches `begin .. end - 1` through one cache with a window of `horizon` batches.
+    """Batches `begin .. end - 1` through one cache whose window shows batches up to `far_seen int64 [B]` of each.
 
     The planner's rule (`cdlrm.plan.kernels`): fills take free slots, then victims without a known use, oldest use
     first, then those of the furthest next use; rows of the `depth` batches before are held.  The window is not
@@ -171,12 +171,12 @@ def look_ahead(
 
     `state int32 [rows, 2]`: last use + 1 (0: not cached), link of the list it is in.  `fifo int32 [F, 3]`: row, stamp
     (last use + 1), next use.  `bucket int32 [W]`: per next-use batch the list of its rows.  `slots int64 [B]`: of the
-    cache at each batch; `last_seen int64 [B]`: newest batch that a window may show then (the end of its epoch).
+    cache at each batch.  `far_seen` never falls, and is less than the buckets from its batch.
     """
     wmask = bucket.size - 1
     for j in range(begin, end):
         b = j - first_batch
-        far = min(j + horizon, last_seen[b])
+        far = far_seen[b]
         regs[FREE] += slots[b] - regs[SLOTS]
         regs[SLOTS] = slots[b]
         while regs[RELEASED] < j - depth:

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import kernels as k
 from . import policy_kernels as p
+from .auto import AutoWindow
 from .caches import LookAheadCache
 from .uses import Stretch, grown
 
@@ -22,7 +23,13 @@ class PolicyCache(LookAheadCache):
     """`policy`: one of `POLICIES`.  The cache is one shard whatever its size."""
 
     def __init__(
-        self, policy: str, cache_rows: int, horizon: int, depth: int, tables: int, half_life: int = HALF_LIFE
+        self,
+        policy: str,
+        cache_rows: int,
+        horizon: int | AutoWindow,
+        depth: int,
+        tables: int,
+        half_life: int = HALF_LIFE,
     ) -> None:
         super().__init__(cache_rows, horizon, depth, tables)
         self.policy, self.half_life = policy, half_life
@@ -36,7 +43,7 @@ class PolicyCache(LookAheadCache):
         self.count, self.counted = np.zeros(1024, np.float32), np.zeros(1024, np.int32)
         self.main, self.ghost = np.zeros(1024, np.uint8), np.zeros(1024, np.int64)
 
-    def _run(self, number: int, stretch: Stretch, slots: np.ndarray) -> None:
+    def _run(self, number: int, stretch: Stretch, slots: np.ndarray, far: np.ndarray) -> None:
         part, split = self.parts[number], stretch.splits[self.shards]
         part.make_room(stretch.rows, 1, self._bucket_size)
         self.at = grown(self.at, stretch.rows, -1)
@@ -48,8 +55,8 @@ class PolicyCache(LookAheadCache):
         p.look_ahead(
             rule, self.half_life // 2 if forgets else NEVER, 1.0 / self.half_life if forgets else 0.0, stretch.begin,
             stretch.end, stretch.first_batch, split.lo[0], split.hi[0], split.row, split.following, stretch.first,
-            stretch.last_seen, self.horizon, self.depth, slots, self.state, part.bucket, part.regs, self.node,
-            self.queue, self.at, self.count, self.counted, self.main, self.ghost, stretch.table, part.fills_by_table,
+            far, self.depth, slots, self.state, part.bucket, part.regs, self.node, self.queue, self.at, self.count,
+            self.counted, self.main, self.ghost, stretch.table, part.fills_by_table,
         )  # fmt: skip
 
     def _more_nodes(self, nodes: int, regs: np.ndarray) -> None:

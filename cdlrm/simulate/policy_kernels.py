@@ -202,14 +202,14 @@ def _note_use(rule, r, missed, decay, j, node, queue, at, count, counted, main, 
 
 @_jit
 def look_ahead(
-    rule, weight, decay, begin, end, first_batch, lo, hi, row, following, first, last_seen, horizon, depth, slots,
+    rule, weight, decay, begin, end, first_batch, lo, hi, row, following, first, far_seen, depth, slots,
     state, bucket, regs, node, queue, at, count, counted, main, ghost, table, fills_by_table,
 ):  # fmt: skip
     """As `kernels.look_ahead`, with `rule` beyond the horizon.  `decay` = 1 / half-life in batches."""
     wmask = bucket.size - 1
     for j in range(begin, end):
         b = j - first_batch
-        far = min(j + horizon, last_seen[b])
+        far = far_seen[b]
         regs[FREE] += slots[b] - regs[SLOTS]
         regs[SLOTS] = slots[b]
         while regs[RELEASED] < j - depth:

@@ -55,9 +55,9 @@ class WithoutTables(Trace):
         self._ends = np.cumsum(trace.table_rows)
 
     def __iter__(self) -> Iterator[BatchRows]:
-        for rows, epoch in self.trace:
+        for rows, epoch, nbytes in self.trace:
             keep = ~self._left_out[np.searchsorted(self._ends, rows, side="right")]
-            yield BatchRows(rows[keep], epoch)
+            yield BatchRows(rows[keep], epoch, nbytes)
 
 
 def check_proposal(
@@ -67,7 +67,7 @@ def check_proposal(
     taken = sum(summary["tables"][name]["rows"] for name in tables)
     grid = Grid(
         cache_rows=[result["cache_rows"] - taken],
-        horizon=[result["horizon"]],
+        horizon=["auto" if result["horizon_auto"] else result["horizon"]],
         prefetch_depth=[result["prefetch_depth"]],
         policy=["lru"],
     )

@@ -33,10 +33,14 @@ MOST_ROWS = 2**31 - 2
 
 
 class BatchRows(NamedTuple):
-    """`rows int64 [L]` of all tables laid one after another; windows do not reach over the end of an epoch."""
+    """`rows int64 [L]` of all tables laid one after another; windows do not reach over the end of an epoch.
+
+    `nbytes`: host memory that the batch takes in training while it is read ahead (0: not known, as in a file).
+    """
 
     rows: np.ndarray
     epoch: int
+    nbytes: int = 0
 
 
 class Trace:
@@ -82,7 +86,8 @@ class SourceTrace(Trace):
         for epoch in range(self.epochs):
             self.source.set_epoch(epoch)
             for batch in self.source:
-                yield BatchRows(flatten(slots, len(slots), batch.sparse, batch.size).rows, epoch)
+                lookups = flatten(slots, len(slots), batch.sparse, batch.size)
+                yield BatchRows(lookups.rows, epoch, batch.nbytes + lookups.nbytes)
 
 
 class FileTrace(Trace):

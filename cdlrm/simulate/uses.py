@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from . import kernels as k
+from .auto import AutoWindow
 from .trace import BatchRows
 
 FAR_FUTURE = 2**62
@@ -59,13 +61,16 @@ class _Batch:
 
 
 class Uses:
-    """Takes batches (`add`) and gives out stretches (`take`) of which all next uses within `horizon` are known.
+    """Takes batches (`add`) and gives out stretches (`take`) of which all next uses within `horizon`, and within each
+    of `windows`, are known.
 
     Memory: 8 bytes a table row, 16 a row that was used, 12 a distinct row of the batches in hand.
     """
 
-    def __init__(self, table_rows: list[int], horizon: int, depth: int, shards: set[int]) -> None:
-        self.horizon, self.depth = horizon, depth
+    def __init__(
+        self, table_rows: list[int], horizon: int, depth: int, shards: set[int], windows: Sequence[AutoWindow] = ()
+    ) -> None:
+        self.horizon, self.depth, self.windows = horizon, depth, windows
         self.bases = np.cumsum(table_rows)
         self.lookups = self.distinct = self.scanned = 0
         self.known = 0  # rows that were used
@@ -93,15 +98,24 @@ class Uses:
         self.lookups += int(rows.size)
         self.newest_lookups += int(rows.size)
         self.distinct += u
+        for window in self.windows:
+            window.add(u, batch.nbytes, batch.epoch)
 
     @property
     def untaken(self) -> int:
         """Batches that could be simulated now while the trace goes on."""
-        return max(0, self.scanned - self.horizon - self._taken)
+        return max(0, self._known - self._taken)
+
+    @property
+    def _known(self) -> int:
+        """Batches of which all that a window shows is known."""
+        return min([self.scanned - self.horizon, *(window.known for window in self.windows)])
 
     def take(self, ended: bool) -> Stretch | None:
         """The batches that can be simulated now (`ended`: all that are left); None: there are none."""
-        begin, end = self._taken, self.scanned if ended else max(self._taken, self.scanned - self.horizon)
+        for window in self.windows if ended else ():
+            window.end()
+        begin, end = self._taken, self.scanned if ended else max(self._taken, self._known)
         if begin == end:
             return None
         while self._first_batch < begin - self.depth - 1:

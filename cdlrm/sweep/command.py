@@ -14,7 +14,7 @@ from ..arguments import add_common, add_settings, check_file, number_list, setti
 from ..config import flag_of
 from ..errors import ConfigError
 from ..simulate.command import SHORTENED
-from .points import SWEPT, TIED, make_points, read_lines
+from .points import SWEPT, TIED, make_points, read_lines, shown_horizon
 
 ABOUT = """\
 Train (or, with --simulate, simulate) over cache sizes, horizons and prefetch depths: one JSON line a run, and figures.
@@ -30,7 +30,7 @@ examples:
 GRID: dict[str, tuple[type, str]] = {
     "cache_rows": (int, "rows that the cache holds"),
     "cache_ratio": (float, "the same as a share of all rows (default: 0.1)"),
-    "horizon": (int, "batches whose ids are read ahead (default: 32)"),
+    "horizon": (int, "batches whose ids are read ahead; auto: as the cache and the batches suit (default: auto)"),
     "prefetch_depth": (int, f"batches whose rows may be copied ahead; {TIED!r}: as many as the horizon (default: 1)"),
     "mini_batch_size": (int, "samples a training step (default: 2048)"),
     "arch_sparse_feature_size": (int, "dim of the tables (default: 16)"),
@@ -63,7 +63,7 @@ def add_sweep(commands: Any) -> None:
     parser.set_defaults(command=run_sweep, parser=parser)
     grid = parser.add_argument_group("Grid", "each flag takes several values; every combination is a run")
     for name, (kind, text) in GRID.items():
-        metavar = "X" if kind is float else "N"
+        metavar = "auto|N" if name == "horizon" else "X" if kind is float else "N"
         grid.add_argument(flag_of(name), nargs="+", metavar=metavar, default=argparse.SUPPRESS, help=text)
     grid.add_argument("--repeats", metavar="N", default="1", help="runs of each; figures show the least (default: 1)")
     grid.add_argument("--simulate", action="store_true", help="count fills from ids alone, without training")
@@ -84,7 +84,8 @@ def _swept(found: argparse.Namespace) -> dict[str, list[Any]]:
         if name in given:
             words = given[name]
             tied = [TIED] if name == "prefetch_depth" and TIED in words else []
-            swept[name] = number_list(flag_of(name), GRID[name][0], [w for w in words if w not in tied]) + tied
+            others = ("auto",) if name == "horizon" else ()
+            swept[name] = number_list(flag_of(name), GRID[name][0], [w for w in words if w not in tied], others) + tied
     return swept
 
 
@@ -162,7 +163,7 @@ class Bar:
 def render(lines: list[dict[str, Any]]) -> str:
     """The table for people; times in milliseconds a batch."""
     out = [
-        f"{'batch':>7}{'dim':>5}{'cache rows':>13}{'share':>8}{'horizon':>9}{'depth':>7}{'compute':>9}{'overhead':>10}"
+        f"{'batch':>7}{'dim':>5}{'cache rows':>13}{'share':>8}{'horizon':>11}{'depth':>7}{'compute':>9}{'overhead':>10}"
         f"{'stall':>8}{'fills':>13}{'/ MIN(0)':>10}{'/ MIN(d)':>10}"
     ]
     marked: set[str] = set()
@@ -177,12 +178,13 @@ def render(lines: list[dict[str, Any]]) -> str:
         shown = ["-" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in times]
         ratios = [f"{line['fills'] / line[key]:.4f}" if line[key] else "-" for key in ("min0_fills", "mind_fills")]
         cached = marks(f"{line['cache_rows']:,}", "*", _has_grown(line))
-        horizon = marks(str(line["horizon"]), "+", line.get("asked_horizon", line["horizon"]) < line["horizon"])
+        asked = line.get("asked_horizon")
+        horizon = marks(shown_horizon(line), "+", isinstance(asked, int) and asked < line["horizon"])
         depth = marks(str(line["prefetch_depth"]), "=", line["depth_is_horizon"])
         ratios[1] = marks(ratios[1], "~", line.get("mind_shortened", 0) > 0)
         out.append(
             f"{line['batch_size']:>7}{line['dim']:>5}{cached:>13}{line['cache_ratio']:>8.2%}"
-            f"{horizon:>9}{depth:>7}{shown[0]:>9}{shown[1]:>10}{shown[2]:>8}"
+            f"{horizon:>11}{depth:>7}{shown[0]:>9}{shown[1]:>10}{shown[2]:>8}"
             f"{line['fills']:>13,}{ratios[0]:>10}{ratios[1]:>10}"
         )
     return "\n".join(out + [text for mark, text in MARKS.items() if mark in marked])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..simulate.figure import STYLES, require_matplotlib
 
 Line = dict[str, Any]
+AUTO = 1 << 30  # in place of a horizon: one curve for all that "auto" chose, after those of numbers
 
 
 class Measure(NamedTuple):
@@ -99,7 +100,8 @@ def shape_curves(measure: Measure, axis: str, lines: Sequence[Line]) -> dict[tup
         if value is None or not math.isfinite(value):
             continue
         depth = "= horizon" if line["depth_is_horizon"] else line["prefetch_depth"]
-        name = f"cache {line['cache_ratio']:.1%}, horizon {line['horizon']}, depth {depth}"
+        horizon = "auto" if line.get("horizon_auto") else line["horizon"]
+        name = f"cache {line['cache_ratio']:.1%}, horizon {horizon}, depth {depth}"
         curve = curves.setdefault((name, line[other]), {})
         curve[line[axis]] = best(value, curve.get(line[axis], value))
     return curves
@@ -142,6 +144,8 @@ def _curves(measure: Measure, lines: Sequence[Line]) -> dict[tuple[Any, ...], di
         x, other = line["cache_rows"], line["horizon"]
         if measure.axis == "horizon":
             x, other = other, x
+        elif line.get("horizon_auto"):
+            other = AUTO
         tied = bool(line["depth_is_horizon"])
         # one parameter for both: over the horizon it is one curve
         curve = curves.setdefault((other, tied, None if tied else line["prefetch_depth"]), {})
@@ -159,7 +163,8 @@ def _draw(measure: Measure, lines: Sequence[Line], about: str, file: Path) -> bo
     kinds = sorted({key[1:] for key in curves}, key=str)
     total = lines[0]["table_rows"]
     for (other, *kind), points in sorted(curves.items(), key=lambda item: (item[0][0], str(item[0][1:]))):
-        what = f"horizon {other}" if measure.axis == "cache" else f"{other:,} rows ({other / total:.1%})"
+        horizon = "auto" if other == AUTO else other
+        what = f"horizon {horizon}" if measure.axis == "cache" else f"{other:,} rows ({other / total:.1%})"
         if len(kinds) > 1 or kind[0]:
             what += ", depth = horizon" if kind[0] else f", depth {kind[1]}"
         x, y = zip(*sorted(points.items()), strict=True)

@@ -12,7 +12,6 @@ from typing import Any
 from ..config import TrainConfig
 from ..errors import ConfigError, DataError
 
-HORIZON = 32  # of points that do not sweep it
 TIED = "horizon"
 """Value of `--prefetch-depth`: one parameter for both, as caches that prefetch all they know of."""
 DEEPEST = 64
@@ -58,18 +57,23 @@ def make_points(base: Mapping[str, Any], swept: Mapping[str, Sequence[Any]], *, 
             chosen = dict(zip(others, values, strict=True))
             tied = chosen.get("prefetch_depth") == TIED
             if tied:
-                chosen["prefetch_depth"] = chosen.get("horizon", HORIZON)
+                chosen["prefetch_depth"] = chosen.get("horizon", "auto")
+                if chosen["prefetch_depth"] == "auto":
+                    raise ConfigError(f"--prefetch-depth {TIED} needs numbers; give --horizon with at most {DEEPEST}.")
                 if chosen["prefetch_depth"] > DEEPEST:
                     raise ConfigError(
                         f"--prefetch-depth {TIED} with --horizon {chosen['horizon']}: a prefetch depth is at most "
                         f"{DEEPEST}; give shorter horizons."
                     )
-            config = TrainConfig.from_mapping(
-                {"horizon": HORIZON, **base, **cache, **chosen, "metrics": False, "progress": False}
-            )
+            config = TrainConfig.from_mapping({**base, **cache, **chosen, "metrics": False, "progress": False})
             point = Point(config, tied, repeat, mode)
             points.setdefault(point.key(), point)
     return list(points.values())
+
+
+def shown_horizon(line: Mapping[str, Any]) -> str:
+    """The horizon of a sweep's line: "8", or "auto 120" where 120 was the newest choice."""
+    return f"{'auto ' * line.get('horizon_auto', False)}{line['horizon']}"
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -52,15 +52,16 @@ class _Share(Listener):
 
 
 def describe(point: Point) -> dict[str, Any]:
-    """What a line says of its point, whatever the mode."""
+    """What a line says of its point, whatever the mode; the horizon "auto" gives way to the newest that it chose."""
     c = point.config
     return {
         "key": point.key(),
         "mode": point.mode,
         "batch_size": c.mini_batch_size,
         "dim": c.arch_sparse_feature_size,
-        "asked_horizon": int(c.horizon),
-        "horizon": max(int(c.horizon), c.prefetch_depth),
+        "asked_horizon": c.horizon,
+        "horizon": c.horizon if isinstance(c.horizon, str) else max(c.horizon, c.prefetch_depth),
+        "horizon_auto": c.horizon == "auto",
         "prefetch_depth": c.prefetch_depth,
         "depth_is_horizon": point.tied,
         "repeat": point.repeat,
@@ -97,6 +98,7 @@ def figures_of(config: TrainConfig, report: dict[str, Any]) -> dict[str, Any]:
     cache, seconds, training = report["cache"], report["seconds"], report["training"]
     steps = max(training["steps"], 1)
     return {
+        "horizon": cache["horizon"],
         "cache_rows": cache["cache_rows"],
         "cache_ratio": cache["cache_rows"] / cache["table_rows"],
         "asked_cache_rows": config.cache_rows,
@@ -138,6 +140,7 @@ def _without_cache(config: TrainConfig) -> dict[str, Any]:
 
 
 def _simulate_pass(points: list[Point], append: Callable[[dict[str, Any]], None], advance: Advance) -> None:
+    from ..simulate.auto import AutoWindow
     from ..simulate.caches import Cache, LookAheadCache, MinCache
     from ..simulate.command import record_bytes
     from ..simulate.grid import cache_size, simulate_caches
@@ -148,13 +151,15 @@ def _simulate_pass(points: list[Point], append: Callable[[dict[str, Any]], None]
     caches: list[Cache] = []
     for point in points:
         c, rows = point.config, cache_size(point.config, trace.num_rows)
-        caches.append(LookAheadCache(rows, int(c.horizon), c.prefetch_depth, len(trace.table_rows)))
+        horizon = AutoWindow(trace.num_rows, rows, c.prefetch_depth) if isinstance(c.horizon, str) else c.horizon
+        caches.append(LookAheadCache(rows, horizon, c.prefetch_depth, len(trace.table_rows)))
         caches.append(MinCache(rows, tuple(sorted({0, c.prefetch_depth}))))
-    horizon = max(max(int(p.config.horizon), p.config.prefetch_depth) for p in points)
+    fixed = [p.config.horizon for p in points if isinstance(p.config.horizon, int)]
     depth = max(p.config.prefetch_depth for p in points)
     total = trace.batches or 0
     share = len(points) / total if total else 0.0
-    found = simulate_caches(trace, caches, horizon, depth, progress=lambda batches: advance(batches * share))
+    longest = max([*fixed, depth])
+    found = simulate_caches(trace, caches, longest, depth, progress=lambda batches: advance(batches * share))
     if not total:
         advance(len(points))
     if found.interrupted:
@@ -165,6 +170,7 @@ def _simulate_pass(points: list[Point], append: Callable[[dict[str, Any]], None]
         append(
             {
                 **describe(point),
+                "horizon": result["horizon"],
                 "cache_rows": rows,
                 "cache_ratio": rows / trace.num_rows,
                 "asked_cache_rows": point.config.cache_rows,
