@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-from .errors import ConfigError
+from .errors import ConfigError, InputError
 from .group import Group
 from .lookups import Lookups
 from .runtime import Pipeline, Work
@@ -195,6 +196,14 @@ class Lookahead:
             self.close()
 
 
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {', '.join(map(repr, value))}"
+    return f"a {type(value).__name__}"
+
+
 class _Announcer:
     """From a batch to the lookups of every group, call after call.  Holds no look-ahead, so that a
     look-ahead that nobody references any more is closed."""
@@ -206,9 +215,32 @@ class _Announcer:
         out: dict[Group, list[Lookups]] = {}
         for module, argument in self._arguments(batch):
             for one in argument if isinstance(argument, list) else [argument]:
-                for group, lookups in module.lookahead_calls(one).items():
+                try:
+                    calls = module.lookahead_calls(one)
+                except TypeError as error:
+                    raise InputError(self._not_arguments(module, batch if self.ids is None else one)) from error
+                except InputError as error:
+                    if self.ids is None and isinstance(batch, (list, tuple)) and not isinstance(one, Mapping):
+                        raise InputError(
+                            f"{str(error).removesuffix('.')}; or, if only a part of the batch, {_described(batch)}, is "
+                            f"for {type(module).__name__}, pass ids=, such as ids=lambda batch: {self._example()}."
+                        ) from error
+                    raise
+                for group, lookups in calls.items():
                     out.setdefault(group, []).append(lookups)
         return out
+
+    def _not_arguments(self, module: Any, given: Any) -> str:
+        """The sentence about something that `module` cannot be called with."""
+        return (
+            f"{'a batch is' if self.ids is None else 'ids= returned'} {_described(given)} where "
+            f"{type(module).__name__} is called with ({', '.join(inspect.signature(module.forward).parameters)}); pass "
+            f"ids=, a function from a batch to what the module is called with, such as ids=lambda batch: "
+            f"{self._example()}."
+        )
+
+    def _example(self) -> str:
+        return "batch[0]" if len(self.modules) == 1 else "{model.user: batch[0], model.item: batch[1]}"
 
     def _arguments(self, batch: Any) -> list[tuple[Any, Any]]:
         if self.ids is None:

@@ -5,7 +5,7 @@
         manifest.json                written last: files with sizes and checksums, every tensor's file, shape and
                                      dtype, and everything that is not a tensor
     DIR/.partial-000008/             being written, or left by a crash; the next save removes it
-    DIR/.lock                        held while a process saves here
+    DIR/.lock                        held while a process saves here, and by `cdlrm train` for the whole run
 
 A rename is atomic, so there is no moment without the last complete checkpoint: older ones are removed only after
 the new one has its name, and they lose their name before their files.
@@ -98,9 +98,38 @@ def write_checkpoint(directory: Path, keep: int, fill: Callable[[Path], None]) -
     return final
 
 
+_held: set[Path] = set()  # folders that a run of this process has for itself
+
+
+class FolderLock:
+    """`directory`, which exists, is one run's alone until `close`; the system ends the lock with the process.
+
+    Raises BlockingIOError while another run, or a process that saves, has it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory.resolve()
+        self._file = open(directory / ".lock", "a")  # noqa: SIM115 (held until close)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise
+        _held.add(self._path)
+
+    def close(self) -> None:
+        """Give the folder back; may be called twice."""
+        if not self._file.closed:
+            _held.discard(self._path)
+            self._file.close()
+
+
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Only one process saves into a folder; the system ends the lock with the process."""
+    if directory.resolve() in _held:
+        yield
+        return
     with open(directory / ".lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -107,10 +107,12 @@ def build_parser() -> Parser:
         commands, "eval", "metrics of a checkpoint on new files", run_eval,
         "cdlrm eval --checkpoint run --data day_2.tsv --json metrics.json",
     ).add_argument("--json", metavar="FILE", help="also write the result to this file, as JSON")  # fmt: skip
-    _add_score(
+    output = _add_score(
         commands, "predict", "click probabilities of a checkpoint on new files, to Parquet", run_predict,
         "cdlrm predict --checkpoint run --data 'new/*.parquet' --out probabilities.parquet",
-    ).add_argument("--out", metavar="FILE", help="the Parquet file to write: row, probability, label")  # fmt: skip
+    )  # fmt: skip
+    output.add_argument("--out", metavar="FILE", help="the Parquet file to write: row, probability, label")
+    output.add_argument("--overwrite", action="store_true", help="replace the file --out, when the new one is complete")
     info = commands.add_parser(
         "info",
         usage="cdlrm info [--json]",
@@ -214,7 +216,8 @@ def run_predict(found: argparse.Namespace) -> int:
     from .progress import Listener, ProgressBar
     from .scoring import predict, render_prediction
 
-    result = predict(config, out, ProgressBar(name="predict") if config.progress else Listener())
+    bar = ProgressBar(name="predict") if config.progress else Listener()
+    result = predict(config, out, bar, overwrite=found.overwrite)
     sys.stdout.write(render_prediction(result) + "\n")
     return 0
 

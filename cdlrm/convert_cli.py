@@ -87,6 +87,13 @@ DRAWS = ("history", "negatives", "split", "seed")
 
 def run_convert(found: argparse.Namespace) -> int:
     if len(found.paths) < 2:
+        for name in ("dense_columns", "sparse_columns"):
+            if (taken := getattr(found, name)) and taken[-1].endswith(".parquet"):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} took {taken[-1]} as one of its names, because it takes all words up "
+                    "to the next flag; put the files to read and the Parquet file to write before the flags, or all "
+                    "behind -- at the end"
+                )
         raise ConfigError("convert needs files to read and, last, the Parquet file to write; name both")
     from .data.convert import Converted, convert, vocabulary_file
     from .data.files import expand

@@ -42,6 +42,7 @@ from .table import Table
 
 log = logging.getLogger("cdlrm")
 NO_TABLES = np.empty(0, np.int32)
+WARNED_BYTES = 1 << 20  # of growth; of less is told, but nobody warned
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -111,6 +112,7 @@ class Group:
         self.share = share  # of the module's cache_rows
         self._counting = threading.Lock()
         self._told_growth = 0.0
+        self._first_rows = self.planner.cache_rows
         self._planning = threading.Lock()
         self.loans = Loans(self.cache, self.planner, self.pending, self._planning)
         self._stamps: np.ndarray | None = None
@@ -168,10 +170,13 @@ class Group:
                     self.minimum.add(batch.seg_row)
 
     def _tell_growth(self, plan: Plan) -> None:
-        """Say that the cache grows, the first time and when it has grown by a quarter since."""
+        """Say that the cache grows, the first time and when it has grown by a quarter since; a warning where it
+        matters."""
         if plan.grows and plan.cache_rows >= 1.25 * self._told_growth:
             self._told_growth = plan.cache_rows
-            log.warning(
+            growth = (plan.cache_rows - self._first_rows) * self.store.record_bytes
+            log.log(
+                logging.WARNING if growth >= WARNED_BYTES else logging.INFO,
                 "batch %d needs %d rows at once: the cache grows to %d rows (%.1f MiB; said again when it has grown by "
                 "a quarter); raise cache_rows (--cache-rows, --cache-ratio), or use strict=True (--strict) to refuse "
                 "such batches",

@@ -298,9 +298,14 @@ def _refuse_id(slot: FeatureSlot, values: np.ndarray, position: int) -> NoReturn
 
 
 def _refuse_offset(slot: FeatureSlot, offsets: np.ndarray, position: int, count: int) -> NoReturn:
+    beyond = np.flatnonzero(offsets[:position] > count)
+    if position and len(beyond):  # a later one is below it only because of that
+        position = int(beyond[0])
     value = int(offsets[position])
     if position == 0:
         rule, remedy = "must be 0", "start offsets at 0"
+    elif len(beyond):
+        rule, remedy = f"is beyond the number of ids, {count}", "pass offsets that are at most the number of ids"
     elif value < int(offsets[position - 1]):
         rule, remedy = f"is below the one before it, {int(offsets[position - 1])}", "pass offsets that never decrease"
     else:

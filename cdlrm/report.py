@@ -74,6 +74,8 @@ def render(report: Mapping[str, Any]) -> str:
     title = "Training report"
     if report["interrupted"]:
         title += " (INTERRUPTED: stopped by the user, what was trained is kept up to the last whole step)"
+    if training["nothing_left"]:
+        title += " (nothing was left to train: the checkpoint is of a finished run, so nothing was counted or timed)"
     lines = [title, "=" * len(title)]
     lines += _metrics(report["evaluations"])
     lines += [

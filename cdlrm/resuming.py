@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn, optim
 
 from .checkpoint import checkpoint_info, load, save
-from .checkpoint_files import checkpoints
+from .checkpoint_files import FolderLock, checkpoints
 from .config import TrainConfig, flag_of
 from .data import Source
+from .datasets import SYNTHETIC_BATCHES
 from .errors import ConfigError, DataError
 
 MUST_AGREE = (
@@ -28,8 +29,8 @@ can tell themselves (rows, MLPs, files) is checked by them."""
 class Checkpoints:
     """The folder `config.checkpoint_dir` and the position in the data behind the newest trained batch.
 
-    Raises ConfigError where the folder holds another run's checkpoints (without `resume`), DataError where it holds
-    none (with it).
+    The folder is this run's alone until `close`.  Raises ConfigError where another run has it, or where it holds
+    another run's checkpoints (without `resume`), DataError where it holds none (with it).
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -43,20 +44,48 @@ class Checkpoints:
         self.position: Any = None
         self.data: dict[str, Any] = {}
         self._written = 0
-        found = self._found()
-        if config.resume and not found:
+        self._lock: FolderLock | None = None
+        try:
+            self._take()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self) -> None:
+        if self._found() or not self.config.resume:
+            self._probe()
+            self._hold()
+        found = self._found()  # again: now it stays so
+        if self.config.resume and not found:
             raise DataError(
                 f"--resume: there is no checkpoint in {self.directory} to go on from; start without --resume, or name "
                 "the folder of the run in --checkpoint-dir."
             )
-        if found and not config.resume:
+        if found and not self.config.resume:
             raise ConfigError(
                 f"--checkpoint-dir {self.directory}: a run has left checkpoints there; add --resume to go on from "
                 f"{found[-1].name}, or name another folder."
             )
-        if config.resume:
+        if self.config.resume:
             self._check(checkpoint_info(self.directory)["extra"])
-        self._probe()
+
+    def close(self) -> None:
+        """Give the folder back to other runs; may be called twice."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _hold(self) -> None:
+        try:
+            self._lock = FolderLock(self.directory)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--checkpoint-dir {self.directory}: another process is training or saving there; wait until it ends, "
+                "or name another folder."
+            ) from None
+        except OSError as error:
+            raise DataError(
+                f"--checkpoint-dir {self.directory}: cannot be locked ({error.strerror}); name another folder."
+            ) from error
 
     def _found(self) -> list[Path]:
         try:
@@ -88,7 +117,10 @@ class Checkpoints:
         for values in (then, now):
             values.setdefault("pooling", "sum")  # of runs before there was a choice
             values["embedding_learning_rate"] = values["embedding_learning_rate"] or values["learning_rate"]
-        for name in (*MUST_AGREE, "embedding_learning_rate"):
+            if not values["data"]:  # how many samples there are
+                values["num_batches"] = values["num_batches"] or SYNTHETIC_BATCHES
+        synthetic = () if now["data"] else ("num_batches",)
+        for name in (*MUST_AGREE, "embedding_learning_rate", *synthetic):
             if then.get(name) != now[name]:
                 flag = flag_of(name)
                 raise ConfigError(

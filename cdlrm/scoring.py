@@ -148,18 +148,21 @@ def evaluate(config: ScoreConfig, listener: Listener | None = None) -> dict[str,
         }
 
 
-def predict(config: ScoreConfig, out: str | Path, listener: Listener | None = None) -> dict[str, Any]:
+def predict(
+    config: ScoreConfig, out: str | Path, listener: Listener | None = None, *, overwrite: bool = False
+) -> dict[str, Any]:
     """Write a Parquet file: `row` int64 (position in the data, of the rows that were not left out), `probability`
     float32, and `label` float32 where the data has labels.
 
     Batch by batch into a file beside `out`, which gets its name when it is complete.  Returns checkpoint, out, samples,
-    samples_per_second, bad_rows, seconds.  Raises DataError where it cannot be written.
+    samples_per_second, bad_rows, seconds.  Raises DataError where it cannot be written, ConfigError where `out` exists
+    already (unless `overwrite`).
     """
     import pyarrow as pa
     import pyarrow.parquet
 
     started, out = time.perf_counter(), Path(out)
-    check_out(out)
+    check_out(out, overwrite)
     with Scorer(config, labels=False) as scorer:
         loaded, row = time.perf_counter(), 0
         names = [("row", pa.int64()), ("probability", pa.float32())]
@@ -183,7 +186,7 @@ def predict(config: ScoreConfig, out: str | Path, listener: Listener | None = No
         }
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, overwrite: bool) -> None:
     """Before the work, not after."""
     if out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; name a file in it.")
@@ -193,6 +196,8 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: the output is Parquet, so its name has to end in .parquet; rename it.")
     if out.exists() and not out.is_file():
         raise ConfigError(f"--out {out}: exists and is no regular file; name another file.")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"--out {out}: exists already; pass --overwrite to replace it, or name another file.")
 
 
 @contextlib.contextmanager

@@ -75,13 +75,18 @@ class Trainer:
         self.chosen: list[str] = []
         self._horizon_why: str | None = None
         self.checkpoints = None if config.checkpoint_dir is None else Checkpoints(config)
-        self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
-        self.tables = build_tables(config, self.data, self.chosen)
-        self.device = self.tables.device
-        self.model = build_model(config, self.data, self.tables, self.chosen)
-        self.dense_optimizer = DENSE_OPTIMIZERS[config.dense_optimizer](
-            self.model.dense_parameters(), lr=config.learning_rate
-        )
+        try:
+            self.data: Datasets = open_datasets(config, self.chosen) if data is None else data
+            self.tables = build_tables(config, self.data, self.chosen)
+            self.device = self.tables.device
+            self.model = build_model(config, self.data, self.tables, self.chosen)
+            self.dense_optimizer = DENSE_OPTIMIZERS[config.dense_optimizer](
+                self.model.dense_parameters(), lr=config.learning_rate
+            )
+        except BaseException:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+            raise
         self.steps = self.samples = self.skipped = 0
         self.epochs = 0
         self.evaluations: list[dict[str, Any]] = []
@@ -113,8 +118,12 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Write the cache back and end the tables' threads."""
-        self.tables.close()
+        """Write the cache back, end the tables' threads, and give the checkpoints' folder to other runs."""
+        try:
+            self.tables.close()
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
 
     def run(self) -> dict[str, Any]:
         """Train every epoch, evaluate, and return the report."""
@@ -322,9 +331,12 @@ class Trainer:
         )
 
     def _samples_per_second(self) -> float | None:
-        """Of all steps but the first, in which kernels are compiled; reading and waiting count, evaluation does not."""
+        """Of all steps of this process but the first, in which kernels are compiled; reading and waiting count,
+        evaluation does not.  None where there are none."""
+        if self._first_samples is None or self.samples == self._first_samples:
+            return None
         seconds = self._seconds["loop"] - self._seconds["first_step"]
-        return reporting.ratio(self.samples - (self._first_samples or 0), seconds)
+        return reporting.ratio(self.samples - self._first_samples, seconds)
 
     def _report(self, seconds_total: float) -> dict[str, Any]:
         self._take_loss()
@@ -342,6 +354,7 @@ class Trainer:
                 "loss": self._loss,
                 "samples_per_second": self._samples_per_second(),
                 "skipped_steps": self.skipped + stats["skipped_steps"],
+                "nothing_left": self._first_samples is None and self.config.resume and not self.interrupted,
             },
             "cache": reporting.cache_section(stats),
             "tables": self.tables.table_stats(),

@@ -1,7 +1,8 @@
 """`TableWeight`: what a module's `.weight` returns: a copy of the table that says that it is one.
 
-The table itself lives in a cache and a store.  Reading the copy is fine; writing to it, freezing it, or
-asking for its gradient, would silently do nothing, so these raise a sentence with the way that works.
+The table itself lives in a cache and a store.  Reading the copy is fine; writing to it, freezing it, asking for its
+gradient, or a backward pass through what is computed from it, would silently do nothing, so these raise a sentence
+with the way that works.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from torch import Tensor
 from .errors import UsageError
 
 _NOT_WRITING = ("detach_", "__index__", "__int__", "__invert__")
+_ONLY_READING = frozenset(
+    "__get__ detach detach_ clone numpy __array__ __dlpack__ __repr__ __float__ __int__ __index__ __complex__ copy_ "
+    "__setitem__".split()
+)  # values are taken out; torch would refuse some of these, or warn, for what has a gradient
 
 
 class TableWeight(Tensor):
     """A detached copy of a table, float32 [num_embeddings, embedding_dim]; it and its views are read only.
 
-    What is computed from it is a plain tensor; `.numpy()` gives a read-only array.
+    `.numpy()` gives a read-only array, `.clone()` a plain tensor of one's own.  What is computed from it where
+    gradients are recorded is a plain tensor whose backward pass raises UsageError, unless the table is frozen.
     """
+
+    _learns = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,12 +38,16 @@ class TableWeight(Tensor):
         target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes `tensor=`
         if _copies(kwargs.get("out")) or (_in_place(name) and _copies(target)):
             _refuse(name)
+        copies = [copy for arg in (*args, *kwargs.values()) for copy in _copies(arg)]
+        learns = any(copy._learns for copy in copies)
+        if learns and torch.is_grad_enabled() and name not in _ONLY_READING:
+            args, kwargs = tuple(map(_guarded, args)), {key: _guarded(value) for key, value in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        if isinstance(out, np.ndarray):
-            out.flags.writeable = False
-            return out
-        return _views(out, [copy for arg in (*args, *kwargs.values()) for copy in _copies(arg)])
+            if isinstance(out, np.ndarray):
+                out.flags.writeable = False
+                return out
+            return _views(out, {copy.untyped_storage().data_ptr() for copy in copies}, learns)
 
     @property
     def grad(self) -> Tensor:
@@ -75,15 +87,40 @@ def _in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set", "__del"))
 
 
-def _views(out: Any, sources: list[TableWeight]) -> Any:
-    """`out`, where what shares memory with `sources` is a TableWeight too."""
+def _views(out: Any, memory: set[int], learns: bool) -> Any:
+    """`out`, where what lies in `memory` is a TableWeight too."""
     if type(out) in (list, tuple):
-        return type(out)(_views(item, sources) for item in out)
-    if type(out) is Tensor and out.layout == torch.strided and out.numel():
-        memory = out.untyped_storage().data_ptr()
-        if any(memory == source.untyped_storage().data_ptr() for source in sources):
-            return out.as_subclass(TableWeight)
+        return type(out)(_views(item, memory, learns) for item in out)
+    if type(out) in (Tensor, TableWeight) and out.layout == torch.strided and out.numel():
+        if out.untyped_storage().data_ptr() in memory:
+            return table_weight(out.detach(), learns)
     return out
+
+
+class _Guard(torch.autograd.Function):
+    """The identity; its backward pass is the one that the table would silently miss."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, anchor: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise UsageError(
+            "the loss depends on .weight of a cdlrm module, a copy of its table, through which the table cannot learn; "
+            "read it under torch.no_grad() or with .detach(), use weight_decay= of the table's optimizer instead of a "
+            "penalty, and torch.nn.Embedding or torch.nn.EmbeddingBag for a table that is tied to another layer."
+        )
+
+
+def _guarded(value: Any) -> Any:
+    """An argument with its TableWeights as plain tensors that refuse a backward pass."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_guarded, value))
+    if isinstance(value, TableWeight) and value._learns:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Guard.apply(value.as_subclass(Tensor), torch.empty((), requires_grad=True))
+    return value
 
 
 def _refuse(name: str) -> NoReturn:
@@ -94,6 +131,8 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-def table_weight(values: Tensor) -> TableWeight:
-    """`values` as a TableWeight (no copy)."""
-    return torch.Tensor._make_subclass(TableWeight, values)
+def table_weight(values: Tensor, learns: bool) -> TableWeight:
+    """`values` as a TableWeight (no copy); `learns`: it is not frozen."""
+    out = torch.Tensor._make_subclass(TableWeight, values)
+    out._learns = learns
+    return out

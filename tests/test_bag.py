@@ -312,6 +312,7 @@ def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None
         ((VALUES, OFFSETS, WEIGHTS * float("nan")), "finite"),
         ((VALUES, torch.tensor([1, 4])), "must be 0"),
         ((VALUES, torch.tensor([0, 4, 3])), "below the one before"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 5])), "offset 5 at position 1 is beyond the number of ids, 2; pass"),
         ((VALUES, torch.tensor([0, 12])), "12"),
         ((VALUES, OFFSETS.reshape(1, 5)), "2 dimensions"),
         ((VALUES.double(), OFFSETS), "float64"),

@@ -59,11 +59,22 @@ def test_strict_names_the_cache_rows_that_do() -> None:
 
 def test_growth_is_said_at_first_and_by_quarters(caplog: pytest.LogCaptureFixture) -> None:
     ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 5000, 4)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=10)
-    with caplog.at_level(logging.WARNING, "cdlrm"):
+    with caplog.at_level(logging.INFO, "cdlrm"):
         for size in range(11, 60):
             ebc({"a": torch.arange(size)}).sum().backward()
     assert ebc.stats()["grows"] == 49
-    assert 2 <= sum("the cache grows" in record.message for record in caplog.records) <= 9
+    told = [record for record in caplog.records if "the cache grows" in record.message]
+    assert 2 <= len(told) <= 9 and all(record.levelno == logging.INFO for record in told), "less than 1 MiB"
+    ebc.close()
+
+
+def test_growth_by_a_mebibyte_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    ebc = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 5000, 1024)], optimizer=cdlrm.SGD(lr=0.1), cache_rows=300)
+    with caplog.at_level(logging.INFO, "cdlrm"):
+        for size in (400, 556):
+            ebc({"a": torch.arange(size)}).sum().backward()
+    levels = [record.levelno for record in caplog.records if "the cache grows" in record.message]
+    assert levels == [logging.INFO, logging.WARNING]
     ebc.close()
 
 

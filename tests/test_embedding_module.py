@@ -423,7 +423,7 @@ def test_missing_keys_as_torch_reports_them() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_values_are_torchs_distribution(kind: str) -> None:
     weight = getattr(cdlrm, kind)(4000, 8, seed=3).weight
-    assert abs(float(weight.mean())) < 0.03 and abs(float(weight.std()) - 1) < 0.02
+    assert abs(weight.mean().item()) < 0.03 and abs(weight.std().item() - 1) < 0.02
     assert torch.equal(weight, getattr(cdlrm, kind)(4000, 8, seed=3).weight)
     assert not torch.equal(weight, getattr(cdlrm, kind)(4000, 8, seed=4).weight)
 

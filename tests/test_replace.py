@@ -280,6 +280,38 @@ def test_lookahead_of_a_model_needs_arguments_for_each_module() -> None:
             pass
 
 
+PAIR = (torch.tensor([1, 2]), torch.tensor([0.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("batch", "chosen", "words"),
+    [
+        (PAIR, None, r"a batch is a tuple of 2 where Embedding is called with \(input\)"),
+        (list(PAIR), None, "float32.* if only a part of the batch, a list of 2, is for Embedding, pass ids="),
+        ({"x": PAIR[0], "y": PAIR[1]}, None, "a batch is a mapping with the keys 'x', 'y' where"),
+        (PAIR, lambda batch: {"user": batch[0]}, "ids= returned a mapping with the keys 'user' where"),
+        (PAIR, lambda batch: batch, "ids= returned a tuple of 2 where"),
+    ],
+)
+def test_a_wrong_announcement_is_one_sentence_with_an_example(batch: Any, chosen: Any, words: str) -> None:
+    table = cdlrm.Embedding(10, 4, optimizer=cdlrm.SGD(lr=0.1))
+    with pytest.raises(cdlrm.InputError, match=words) as caught:
+        for _ in cdlrm.lookahead(table, [batch], ids=chosen):
+            pass
+    text = str(caught.value)
+    assert text.endswith("such as ids=lambda batch: batch[0].") and "TypeError" not in text and "\n" not in text
+    for x, _ in cdlrm.lookahead(table, [PAIR], ids=lambda batch: batch[0]):
+        table(x).sum().backward()
+
+
+def test_a_collection_names_ids_too() -> None:
+    collection = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 10, 4)], optimizer=cdlrm.SGD(lr=0.1))
+    with pytest.raises(cdlrm.InputError, match=r"is a tuple; .* a tuple of 2, .*ids=lambda batch: batch\[0\]"):
+        next(iter(cdlrm.lookahead(collection, [PAIR])))
+    with pytest.raises(cdlrm.InputError, match="id 99 at position 0"):  # nothing is wrong with what was announced
+        next(iter(cdlrm.lookahead(collection, [{"a": torch.tensor([99])}])))
+
+
 def accumulate(model: nn.Module, optimizers: list[Any], scaler: Any, poison: int) -> list[float]:
     scales = []
     for k in range(24):

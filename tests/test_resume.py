@@ -155,6 +155,8 @@ def test_wrong_turns_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
         run(**keep, resume=True, learning_rate=0.5)
     with pytest.raises(ConfigError, match="started with --optimizer adam, not sgd"):
         run(**keep, resume=True, optimizer="sgd")
+    with pytest.raises(ConfigError, match="started with --num-batches 3, not 6; give it as it was"):
+        run(**{**keep, "num_batches": 6}, resume=True)
     with pytest.raises(ConfigError, match="table 'c1'"):
         run(**keep, resume=True, synthetic_rows="301-50-7-1000-2")
     for flags, words in {
@@ -166,6 +168,46 @@ def test_wrong_turns_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["train", *flags.split()]) == 2
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1
+
+
+def test_a_folder_is_one_runs_alone(tmp_path: Path) -> None:
+    """A lock of this process's own is as strange to a second Trainer as another process's is."""
+    keep: dict[str, Any] = {**SMALL, "checkpoint_dir": str(tmp_path), "num_batches": 3, "nepochs": 1, "metrics": False}
+    for resume in (False, True):
+        with Trainer(TrainConfig(**keep, resume=resume)) as first:
+            for again in (False, True):
+                with pytest.raises((ConfigError, DataError)) as caught:
+                    Trainer(TrainConfig(**keep, resume=again))
+                taken = "another process is training or saving there; wait until it ends, or name another folder."
+                assert str(caught.value).endswith(taken) or not (resume or not again)
+            first.run()
+    with pytest.raises(ConfigError):  # leaves no lock behind
+        Trainer(TrainConfig(**{**keep, "arch_mlp_bot": "12-8-4"}, resume=True))
+    with Trainer(TrainConfig(**keep, resume=True)):
+        holder = "import sys; from pathlib import Path; from cdlrm.checkpoint_files import FolderLock as L; "
+        command = [sys.executable, "-c", holder + "L(Path(sys.argv[1]))", str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        other = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert "BlockingIOError" in other.stderr
+
+
+def test_samples_per_second_are_of_this_process(tmp_path: Path) -> None:
+    keep = {"checkpoint_dir": str(tmp_path), "metrics": False}
+    run(StopAt(20, ctrl_c=True), **keep)
+    with Trainer(TrainConfig(**SMALL, **keep, resume=True)) as trainer:
+        training = trainer.run()["training"]
+        seconds = trainer._seconds["loop"] - trainer._seconds["first_step"]
+        assert training["steps"] == 24 and not training["nothing_left"]
+        assert training["samples_per_second"] * seconds == pytest.approx(3 * 64)
+
+
+def test_nothing_left_to_train_is_said(tmp_path: Path) -> None:
+    keep = {"checkpoint_dir": str(tmp_path), "metrics": False, "nepochs": 1}
+    first = run(**keep)[1]["report"]
+    again = run(**keep, resume=True)[1]["report"]
+    assert not first["training"]["nothing_left"] and "nothing was left" not in render(first)
+    assert again["training"]["nothing_left"] and "nothing was left to train" in render(again)
+    assert again["training"]["samples_per_second"] is None
 
 
 def test_the_folder_is_tried_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

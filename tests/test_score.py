@@ -123,11 +123,17 @@ def test_a_broken_file_leaves_the_old_output(run: Any, tmp_path: Path, capsys: p
     prices = table["price"].to_numpy().astype(float)
     prices[500] = np.nan
     pa.parquet.write_table(table.set_column(2, "price", pa.array(prices, from_pandas=False)), data, row_group_size=200)
-    assert main(["predict", "--checkpoint", run["kept"], "--data", str(data), "--out", str(out), "--no-progress"]) == 1
+    flags = ["predict", "--checkpoint", run["kept"], "--data", str(data), "--out", str(out), "--no-progress"]
+    assert main(flags) == 2
+    assert "exists already; pass --overwrite to replace it, or name another file." in capsys.readouterr().err
+    assert main([*flags, "--overwrite"]) == 1
     err = capsys.readouterr().err
     assert "row 500" in err and "'price'" in err and err.count("\n") == 1
     assert out.read_text(encoding="utf-8") == "from before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.parquet", "out.parquet"]
+    pa.parquet.write_table(table, data)
+    assert main([*flags, "--overwrite"]) == 0
+    assert pa.parquet.read_table(out).num_rows == 600
 
 
 def test_wrong_turns_are_one_sentence(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -98,9 +99,11 @@ class ColumnarSource(FileSource):
         for name in (self.label, *self.dense, *self.sparse):
             if schema.names.count(name) != 1:
                 how = "no" if name not in schema.names else "more than one"
+                close = difflib.get_close_matches(name, schema.names, n=3) if how == "no" else []
+                meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+                remedy = "name columns that are there" if file == self.files[0] else "give files with equal columns"
                 raise DataError(
-                    f"{file}: there is {how} column '{name}' among "
-                    f"{_shown(schema.names)}; give files with equal columns"
+                    f"{file}: there is {how} column '{name}' among {_shown(schema.names)}{meant or '; ' + remedy}"
                 )
             arrow.check_type(file, name, schema.field(name).type, name in self.sparse)
 

@@ -337,6 +337,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--seed", "1", out, out]) == 2 and "--layout amazon" in capsys.readouterr().err
     assert main(["convert", out, out]) == 2 and "input as well" in capsys.readouterr().err
     assert main(["convert", "no.tsv", again]) == 1 and "no such file" in capsys.readouterr().err
+    assert main(["convert", "a.parquet", "--sparse-columns", "user", "item", again]) == 2
+    err = capsys.readouterr().err
+    assert f"--sparse-columns took {again} as one of its names" in err and "before the flags" in err
+    assert main(["convert", "--sparse-columns", "c1", "nope", "--", out, str(tmp_path / "w.parquet")]) == 1
+    assert "no column 'nope' among" in capsys.readouterr().err
+    assert main(["convert", out, str(tmp_path / "w.parquet"), "--sparse-columns", "c1", "cc2"]) == 1
+    err = capsys.readouterr().err
+    assert "no column 'cc2' among" in err and "; did you mean 'c2'" in err and err.count("\n") == 1
     assert main(["convert", "--help"]) == 0
     shown = capsys.readouterr().out
     for word in ("examples:", ".npz", "alimama", "--min-count", "X_dense.npy"):

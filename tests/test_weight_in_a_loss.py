@@ -1,0 +1,80 @@
+"""`.weight` of a table in a loss: refused in the backward pass, where it would be silently left out; reading stays."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import cdlrm
+from cdlrm import UsageError
+
+Loss = Callable[[cdlrm.Embedding], Tensor]
+LOSSES: dict[str, Loss] = {
+    "tied by a function": lambda e: F.linear(e(torch.tensor([1, 2])), e.weight).sum(),
+    "tied, by keyword": lambda e: F.linear(torch.ones(2, 4), weight=e.weight).sum(),
+    "penalty": lambda e: e.weight.pow(2).sum(),
+    "penalty of one row, beside a lookup": lambda e: e(torch.tensor([1])).sum() + (e.weight[3] ** 2).sum(),
+    "view of a view": lambda e: e.weight.t()[0].exp().sum(),
+    "rows": lambda e: sum((row.sum() for row in e.weight.unbind()), torch.zeros(())),
+    "looked up by hand": lambda e: F.embedding(torch.tensor([1]), e.weight).sum(),
+    "in a list": lambda e: torch.cat([e.weight, torch.ones(1, 4)]).sum(),
+}
+
+
+def table() -> cdlrm.Embedding:
+    return cdlrm.Embedding(10, 4, optimizer=cdlrm.SGD(lr=0.1))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
+def test_a_loss_through_the_weight_is_refused(loss: Loss) -> None:
+    module = table()
+    with pytest.raises(UsageError, match=r"torch\.no_grad.*weight_decay=.*torch\.nn\.Embedding") as caught:
+        loss(module).backward()
+    assert "\n" not in str(caught.value)
+    with torch.no_grad():
+        looked_at = loss(module)
+    assert not looked_at.requires_grad
+    (module(torch.tensor([0])).sum() + looked_at).backward()  # the module still learns
+
+
+@pytest.mark.parametrize("loss", [LOSSES["penalty"], LOSSES["tied, by keyword"]])
+def test_a_frozen_table_is_a_constant(loss: Loss) -> None:
+    values, head = torch.randn(10, 4), torch.ones((), requires_grad=True)
+    for module in (cdlrm.Embedding.from_pretrained(values), table().requires_grad_(False)):
+        (loss(module) * head).backward()
+    assert head.grad is not None
+
+
+def test_reading_is_as_before() -> None:
+    module = table()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = module.weight
+        assert not weight.requires_grad and "grad" not in repr(weight)
+        for array in (weight.numpy(), np.asarray(weight), weight.T.numpy().T, weight.clone().numpy(),
+                      weight.detach().numpy(), weight.data.numpy(), weight.reshape(-1).numpy().reshape(10, 4),
+                      copy.deepcopy(weight).numpy(), weight.cpu().float().numpy()):  # fmt: skip
+            assert np.array_equal(array, weight.tolist())
+        assert torch.equal(weight, module.weight) and (weight == module.weight).all()
+        torch.testing.assert_close(weight, module.weight)
+        assert float(weight[0, 0]) == weight[0, 0].item()
+        other, buffer = nn.Embedding(10, 4), torch.zeros(10, 4)
+        other.load_state_dict({"weight": weight})
+        buffer.copy_(weight)
+        buffer[0] = weight[0]
+        assert not buffer.requires_grad
+        (other.weight - weight).abs().max().item()
+        module.set_weight(weight * 2)
+        file = io.BytesIO()
+        torch.save(weight, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file), buffer)
+    assert torch.equal(module.weight, buffer * 2)
