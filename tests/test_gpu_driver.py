@@ -20,7 +20,7 @@ from oracle import Oracle
 from scenarios import InputShape, backward, random_grad, random_inputs, same_bits, same_tables, to_torch
 
 import cdlrm
-from cdlrm.driver import gpu_records, launches, signatures, verdicts
+from cdlrm.driver import formulas, gpu_records, launches, signatures, verdicts
 from cdlrm.errors import DeviceError, DeviceMemoryError, NonFiniteGradientError, PinError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated GPU cannot compile kernels")
@@ -472,4 +472,18 @@ def test_rows_around_the_chunk_of_256(monkeypatch: Any, spec: Any, count: int) -
     inputs = [{"t0": (np.random.default_rng(j).permutation(ids), None, None)} for j in range(3)]
     train(ebc, oracle := Oracle(some, spec), inputs)
     same_tables(ebc, oracle, f"{count} lookups")
+    ebc.close()
+
+
+def test_factors_and_sums_grow_without_a_wait(monkeypatch: Any) -> None:
+    """Adam's factors for more steps, and room for more chunks: exact, and the host waits for neither."""
+    use(monkeypatch, 9)
+    monkeypatch.setattr(formulas, "LEAST_FACTORS", 4)
+    some, spec = tables(1, rows=60), cdlrm.Adam(lr=0.05)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=60)
+    inputs = [{"t0": (np.full(300 + 300 * j, j), None, None)} for j in range(9)]
+    waits = backend_of(ebc).traffic.synchronizations["growth"]
+    train(ebc, oracle := Oracle(some, spec), inputs)
+    assert backend_of(ebc).traffic.synchronizations["growth"] == waits
+    same_tables(ebc, oracle, "end")
     ebc.close()

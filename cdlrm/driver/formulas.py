@@ -51,6 +51,7 @@ class StepCounts:
         self.newest = 0
         self.most = 0  # no table has more steps
         self.pinned = backend.pinned(8 * max(tables, 1))
+        self.slot = self._outgrown = Slot()
         self._set_factors(LEAST_FACTORS)
         self.set(np.zeros(tables, np.int64))
 
@@ -58,9 +59,8 @@ class StepCounts:
         backend, stream = self.backend, self.backend.compute_stream()
         layout = Layout()
         layout.add("factors", _factors(tuple(self.optimizer.betas), count), np.float64)
-        backend.synchronize(backend.record(stream), "growth")
         ring = Ring(backend, stream)
-        self.slot = ring.take(layout)
+        self._outgrown, self.slot = self.slot, ring.take(layout)  # work that was issued may still use the old one
         ring.upload(self.slot, stream)
         self.factors, self.count = self.slot.at("factors"), count
 

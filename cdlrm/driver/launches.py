@@ -22,6 +22,7 @@ class Launcher:
         self.vec = 4 if dim % 4 == 0 else 1
         self.held = signatures.steps_held(dim)
         self._sums: DeviceBuffer = backend.alloc(0)  # of chunks
+        self._outgrown = self._sums
 
     def launch(
         self, kernel: str, variant: tuple[Any, ...], owners: int, stream: Stream, values: dict[str, Any],
@@ -70,6 +71,6 @@ class Launcher:
 
     def _room_for_sums(self, chunks: int) -> int:
         if self._sums.nbytes < 4 * chunks * self.dim:
-            self.backend.synchronize(self.backend.record(self.backend.compute_stream()), "growth")
+            self._outgrown = self._sums  # kernels that were issued may still use it
             self._sums = self.backend.alloc(8 * chunks * self.dim)
         return self._sums.address
