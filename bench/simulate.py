@@ -52,7 +52,7 @@ def main() -> None:
             file = f"{folder}/trace.parquet"
             record(file, samples, zipf, batches)
             grids = {
-                "one look-ahead cache, horizon 32": Grid(cache_rows=[500_000], policy=["lru"]),
+                "one look-ahead cache, horizon 32": Grid(cache_rows=[500_000], horizon=[32], policy=["lru"]),
                 "one MIN(0)": Grid(cache_rows=[500_000], prefetch_depth=[0], policy=["min"]),
                 "MIN(0) at 16 sizes": Grid(cache_rows=sizes, prefetch_depth=[0], policy=["min"]),
                 "16 sizes x 3 horizons": Grid(cache_rows=sizes, horizon=[1, 8, 32], policy=["lru"]),

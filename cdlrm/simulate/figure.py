@@ -26,9 +26,9 @@ def draw(simulation: Any, file: Path) -> None:
     """Write the figure; .png or .svg by the file's name."""
     plt = require_matplotlib()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    lines: dict[tuple[str, int | None, int], list[tuple[int, float]]] = {}
+    lines: dict[tuple[str, int | str | None, int], list[tuple[int, float]]] = {}
     for r in simulation.results:
-        key = (r["policy"], r["horizon"], r["prefetch_depth"])
+        key = (r["policy"], "auto" if r["horizon_auto"] else r["horizon"], r["prefetch_depth"])
         lines.setdefault(key, []).append((r["cache_rows"], r["fills_a_batch"]))
     for number, ((policy, horizon, depth), points) in enumerate(sorted(lines.items(), key=lambda item: str(item[0]))):
         label = f"MIN({depth})" if policy == "min" else f"{policy}, horizon {horizon}, depth {depth}"
