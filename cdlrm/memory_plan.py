@@ -164,7 +164,7 @@ class _Cut:
 
     def __init__(self, source: Source, rows: list[int], limit: int) -> None:
         self._source, self._rows, self._limit = source, dict(zip(source.features, rows, strict=True)), limit
-        self.largest = 0  # distinct rows of a batch
+        self.largest = self.largest_cut = 0  # distinct rows of a batch, as they are and as they are cut
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -177,6 +177,8 @@ class _Cut:
             self.largest = max(self.largest, distinct)
             for name, jagged in batch.sparse.items():
                 jagged.values.remainder_(self._rows[name])
+            cut = sum(int(jagged.values.unique().numel()) for jagged in batch.sparse.values())
+            self.largest_cut = max(self.largest_cut, cut)
             yield batch
 
 
@@ -205,6 +207,7 @@ class Peak:
     pinned: int = 0
     driver: Driver | None = None
     read_only: int = 0  # distinct rows of the largest evaluated batch
+    read_only_cut: int = 0  # and of the largest one of the rehearsal
 
 
 def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
@@ -238,7 +241,8 @@ def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
     if most is not None:
         peak.device, peak.pinned = most
         peak.driver = driver
-        peak.read_only = test.largest if test is not None and config.metrics else 0
+        if test is not None and config.metrics:
+            peak.read_only, peak.read_only_cut = test.largest, test.largest_cut
     return peak
 
 
@@ -295,7 +299,10 @@ def _on_device(
     ids = count(_Cut(open_datasets(config, []).train, small.rows, REHEARSED_BATCHES), small.rows)  # type: ignore[arg-type]
     small = dataclasses.replace(small, slots=_rehearsed_slots(small))
     full = peak.driver.foretell(_need(config, data, layout, use, peak))
-    cut = peak.driver.foretell(_need(dataclasses.replace(config, resume=False), data, small, ids, peak))
+    cut = peak.driver.foretell(_need(
+        dataclasses.replace(config, resume=False), data, small, ids,
+        dataclasses.replace(peak, read_only=peak.read_only_cut),
+    ))  # fmt: skip
     assert full is not None and cut is not None
     found: dict[str, Any] = {}
     for name, most, parts, own in (

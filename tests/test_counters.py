@@ -222,7 +222,7 @@ def test_horizon_auto_follows_the_cache() -> None:
         assert ebc.stats()["fills"] <= 1.02 * ebc.stats()["mind_fills"] + 2
         ebc.close()
     distinct = len(batches(1)[0]["a"].unique())
-    assert found == {rows: -(-12 * rows // distinct) for rows in found}
+    assert found == {rows: -(-24 * rows // distinct) for rows in found}
     with pytest.raises(cdlrm.ConfigError, match="auto"):
         cdlrm.lookahead(torch.nn.Sequential(ebc), [], horizon="far")
 

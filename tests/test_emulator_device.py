@@ -214,7 +214,7 @@ def test_events_tell_the_time_of_the_cost_model() -> None:
     compute, transfer = device.compute_stream(), device.new_stream()
     size = 1 << 20
     cache, ring = device.alloc(size), device.pinned(size)
-    events = [device.record(compute)]
+    events = [device.record_timed(compute)]
     for act in (
         lambda: device.copy(cache.address, ring.address, size, "h2d", compute),
         lambda: stream_copy(device, cache.address, ring.address, size // 16, compute),
@@ -222,12 +222,12 @@ def test_events_tell_the_time_of_the_cost_model() -> None:
         lambda: device.clear(cache.address, size, compute),
     ):
         act()
-        events.append(device.record(compute))
+        events.append(device.record_timed(compute))
     device.wait(transfer, events[-1])
-    events.append(device.record(transfer))
+    events.append(device.record_timed(transfer))
     with pytest.raises(DeviceError, match="wait for them"):
         backend_late = backend(style="late")
-        event = backend_late.record(backend_late.compute_stream())
+        event = backend_late.record_timed(backend_late.compute_stream())
         backend_late.elapsed_ms(event, event)
     device.synchronize(events[-1], "test")
     taken = [device.elapsed_ms(a, b) for a, b in zip(events, events[1:], strict=False)]

@@ -15,7 +15,6 @@ import torch
 from emulated import Emulated, use
 from emulator.compile import compiler
 from emulator.memory import EmulatorError
-from emulator.watch import RaceError
 from oracle import Oracle
 from scenarios import InputShape, backward, random_grad, random_inputs, same_bits, same_tables, to_torch
 
@@ -174,7 +173,7 @@ def test_a_slot_that_is_used_again_too_early_is_caught(monkeypatch: Any) -> None
         self.ring.free.append(plan.staged.slot)  # although its batch has not run
 
     monkeypatch.setattr(gpu_records.GpuRecords, "executed", hasty)
-    with found(RaceError):
+    with found(AssertionError):  # a race, or a plan that was overwritten
         for seed in range(20):
             run_small(seed)
 

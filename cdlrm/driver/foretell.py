@@ -14,6 +14,8 @@ from .gpu_records import PIECE_ROWS
 from .staging import LEAST_BYTES, Layout
 from .verdicts import FLAGS
 
+EVALUATION_SLOTS = 3  # of the ring of what no plan has brought
+
 
 @dataclass
 class Need:
@@ -64,10 +66,12 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
     ring = ring_bytes(need, staged=need.in_file or not pins_tables)
     trained = ring if need.saves else ring_bytes(need, staged=False)
     places = 0 if need.resident else need.read_only
+    lists = EVALUATION_SLOTS * 12 * places * 5 // 4  # row and slot of each; slots are made a quarter larger
     flags, steps = 4 * (FLAGS + 1), 16 * need.tables if need.counts_steps else 0
     device = {
         "records": need.slots * record,
         "rows of an evaluation": places * 4 * need.dim,
+        "lists of an evaluation": lists,
         "ring slots": trained,
         "outputs": 4 * need.dim * need.features * need.batch_size,
         "chunk sums": 8 * need.long_chunks * need.dim,
@@ -79,6 +83,7 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
     pinned = {
         "tables": tables if pins_tables and not need.in_file else 0,
         "ring slots": ring,
+        "lists of an evaluation": lists,
         "flags and step counts": 4 * FLAGS + steps // 2,
     }
     return Foretold(device, pinned, ring - trained)

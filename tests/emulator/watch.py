@@ -43,7 +43,11 @@ class Watch:
             base = access.address - region.start
             if access.atomic:  # of two such writers none is wrong; the host that reads must be ordered after them
                 self.memory.find(access.address, access.nbytes, _named(operation, access))
-                region.writer[(base + access.offsets) // 4] = operation.number
+                words = (base + access.offsets) // 4
+                region.writer[words] = operation.number
+                early = words[region.readers[0][words] > operation.clock[0]]  # of the host, which did not wait
+                if early.size:
+                    self._report(operation, access, region, int(early[0]))
                 continue
             if access.writes:
                 if region.kind == "tensor":
