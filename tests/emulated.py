@@ -16,7 +16,6 @@ from cdlrm import placement
 from cdlrm.driver.choose import Chosen
 from cdlrm.driver.gpu import GpuDriver
 
-
 drivers_made = 0  # in this process
 
 
