@@ -107,7 +107,7 @@ class Group:
         self.completed = -1  # newest batch that ended
         self.pending: deque[Plan] = deque()
         self._announced: deque[list[Lookups]] = deque()  # calls of the batches that are scanned, but not planned
-        self._undecided: list[Verdict] = []  # of updates that the device may have skipped
+        self._undecided: list[list[Verdict]] = []  # by step, of updates that the device may have skipped
         self.ended: deque[Ended] = deque()  # batches that are not counted yet
         self.share = share  # of the module's cache_rows
         self._counting = threading.Lock()
@@ -254,11 +254,21 @@ class Group:
                 self.loans.release()
             self._decide()
 
+    def count_skipped(self) -> None:
+        """Count all updates that the device skipped until now; waits for it if it has not told yet."""
+        if not self.driver.dead:
+            for verdict in [verdict for step in self._undecided for verdict in step]:
+                bool(verdict)
+        self._decide()
+
     def _decide(self) -> None:
         """Count the updates that the device skipped, once it has told."""
-        waiting = [verdict for verdict in self._undecided if verdict.known is None]
-        self.counts.skipped_steps += sum(verdict.known is False for verdict in self._undecided)
-        self._undecided = waiting
+        steps, self._undecided = self._undecided, []
+        for step in steps:
+            if any(verdict.known is None for verdict in step):
+                self._undecided.append(step)
+            else:
+                self.counts.skipped_steps += any(verdict.known is False for verdict in step)
 
     def _hear(self, wait: bool = False) -> None:
         """Raise what the device has told about earlier batches; on the trainer's thread, which then goes on or not."""
@@ -389,7 +399,9 @@ class Group:
             self.counts.skipped_steps += 1
             return
         verdicts, step.verdicts = step.verdicts, []
-        self._undecided += [verdict for verdict in verdicts if verdict.known is None][-1:]  # one step
+        skips = [verdict for verdict in verdicts if verdict.known is None and not verdict.raising]
+        if skips:
+            self._undecided.append(skips)
         self.update(calls, step.plan_of(calls), verdicts=verdicts)
 
     def update(

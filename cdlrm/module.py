@@ -186,7 +186,9 @@ class CachedModule(nn.Module):
             group.check()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the module was made, summed over its groups; see `cdlrm.stats`."""
+        """Counters since the module was made, summed over its groups; see `cdlrm.stats`.
+
+        Waits for a GPU where `nonfinite="skip"`, since only it knows which steps were skipped."""
         return total([group_stats(group) for group in self.groups])
 
     def table_weight(self, name: str) -> Tensor:

@@ -25,8 +25,9 @@ _LARGEST = ("steps", "skipped_steps", "prefetch_depth", "horizon")  # not summed
 
 
 def group_stats(group: Group) -> dict[str, Any]:
-    """Counters of one group since it was made."""
+    """Counters of one group since it was made.  With nonfinite="skip" a device is waited for."""
     group.count_ended()
+    group.count_skipped()
     counts, moves, minimum = group.counts, group.cache.moves, group.minimum
     depth = group.planner.prefetch_depth
     return {

@@ -109,6 +109,29 @@ def test_one_dim_is_not_finite_and_every_group_skips(monkeypatch: Any, feature: 
     equal(monkeypatch, scenario)
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_of_two_backward_passes_of_a_step_is_not_finite(monkeypatch: Any, bad: int) -> None:
+    """The step is skipped and counted once, whichever it is."""
+
+    def scenario() -> Seen:
+        ebc = mixed(nonfinite="skip")
+        seen: Seen = []
+        for j, batch in enumerate(cdlrm.lookahead(ebc, batches(6))):
+            outs = [ebc(batch), ebc(batches(1, 4, 50 + j)[0])]
+            for call, out in enumerate(outs):
+                given = grads(out, 2 * j + call)
+                if j in (1, 3) and call == bad:
+                    given["a"][0, 0] = float("inf")
+                torch.autograd.backward(list(out.values()), list(given.values()))
+            seen += [bits(value) for out in outs for value in out.values()]
+        seen += contents(ebc)
+        assert ebc.stats()["skipped_steps"] == 2
+        ebc.close()
+        return seen
+
+    equal(monkeypatch, scenario)
+
+
 @pytest.mark.parametrize("depth", [0, 2, 4])
 def test_evaluation_and_growth_in_the_middle_of_a_look_ahead(monkeypatch: Any, depth: int) -> None:
     def scenario() -> Seen:

@@ -60,6 +60,9 @@ class Verdict(ABC):
     known: bool | None
     """The answer, or None while only the device has it."""
 
+    raising: bool = False
+    """Whether a later call raises it if it is not finite."""
+
     @abstractmethod
     def __bool__(self) -> bool:
         """The answer; waits for the device if need be."""
