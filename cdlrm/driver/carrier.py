@@ -34,8 +34,6 @@ class ZeroCopy:
     `progress`: show how far pinning is, if it takes seconds.  `sentence`: what was pinned and how fast.
     """
 
-    staged = 0
-
     def __init__(self, backend: Backend, store: RamStore, transfer: Stream, progress: bool = True) -> None:
         self.backend, self.store = backend, store
         self._arrays = store.memory()
@@ -105,8 +103,6 @@ def _unpin(backend: Backend, transfer: Stream, arrays: list[np.ndarray]) -> None
 
 class Staged:
     """Records pass through the slots of `ring`."""
-
-    staged = 1
 
     def __init__(self, backend: Backend, store: Store, ring: Ring) -> None:
         self.backend, self.store, self.ring = backend, store, ring

@@ -356,14 +356,8 @@ class GpuRecords(Records):
                 layout.add("weights", lookups.weights, np.float32)
             slot = extra = self._upload(layout, stream)
             at, weights = slot.at("slots"), slot.at("weights")
-        bags = lookups.batch_size * lookups.mean.size
-        values = {
-            "weight": self.weight.address, "weight_stride": self.dim, "slots": at,
-            "starts": slot.at(f"starts{number}"), "columns": slot.at(f"columns{number}"),
-            "mean": slot.at(f"mean{number}"), "per_sample": weights, "out": self.backend.address(out),
-            "dim": self.dim, "batch": lookups.batch_size, "features": lookups.mean.size, "width": lookups.width,
-        }  # fmt: skip
-        self.launcher.launch("lookup", (self.launcher.held, OUTPUTS[out.dtype]), bags, stream, values)
+        place = {"weight": self.weight.address, "slots": at, "per_sample": weights}
+        self._pool(place, slot, number, lookups, out, stream)
         self._done_with(extra, stream)
         self._used(stream)
 
@@ -402,16 +396,23 @@ class GpuRecords(Records):
             values = {**place, **home, "copied": ready, "count": count, "dim": self.dim, "state_width": 0,
                       "tables": len(self.bases) - 1, "initial_state": 0.0, **self._seed_addresses}  # fmt: skip
             self.launcher.launch("fill", (), count, stream, values)
-        bags = lookups.batch_size * lookups.mean.size
-        values = {
-            "weight": room, "weight_stride": self.dim, "slots": slot.at("slots"),
-            "starts": slot.at("starts0"), "columns": slot.at("columns0"), "mean": slot.at("mean0"),
-            "per_sample": slot.at("weights"), "out": self.backend.address(out), "dim": self.dim,
-            "batch": lookups.batch_size, "features": lookups.mean.size, "width": lookups.width,
-        }  # fmt: skip
-        self.launcher.launch("lookup", (self.launcher.held, OUTPUTS[out.dtype]), bags, stream, values)
+        weights = {"slots": slot.at("slots"), "per_sample": slot.at("weights")}
+        self._pool({"weight": room, **weights}, slot, 0, lookups, out, stream)
         self._done_with(slot, stream)
         self._used(stream)
+
+    def _pool(
+        self, place: dict[str, int], slot: Slot, number: int, lookups: Lookups, out: Tensor, stream: Stream
+    ) -> None:
+        """Launch the pooled lookup of call `number` of `slot`; `place`: weight, slots and per_sample."""
+        values = {
+            **place, "weight_stride": self.dim, "starts": slot.at(f"starts{number}"),
+            "columns": slot.at(f"columns{number}"), "mean": slot.at(f"mean{number}"),
+            "out": self.backend.address(out), "dim": self.dim, "batch": lookups.batch_size,
+            "features": lookups.mean.size, "width": lookups.width,
+        }  # fmt: skip
+        bags = lookups.batch_size * lookups.mean.size
+        self.launcher.launch("lookup", (self.launcher.held, OUTPUTS[out.dtype]), bags, stream, values)
 
     def _room_apart(self, rows: int) -> int:
         """Address of room for weights of `rows` rows that are only read."""
@@ -473,8 +474,7 @@ class GpuRecords(Records):
         elif keep:
             self.driver.waited("lengths of bags", 1)
             length = np.ones(grad.shape[0], np.float32)
-            if lookups.starts is not None:
-                length[lookups.lookup_row] = divisors(lookups)
+            length[lookups.lookup_row] = divisors(lookups)
             call.grad = grad / torch.from_numpy(length).to(grad.device)[:, None]
 
     @_named("update")

@@ -95,7 +95,6 @@ class Verdicts:
         out = verdicts[0]
         for other in verdicts[1:]:
             both = self._next(False, out.where)
-            both.known = None
             values = {"first": out.flag, "first_number": out.number, "second": other.flag,
                       "second_number": other.number, "flag": both.flag, "number": both.number}  # fmt: skip
             self.backend.launch("combine", (), 1, signatures.pack("combine", values), self.backend.compute_stream())
