@@ -43,12 +43,12 @@ class _Unlabelled(ColumnarSource):
         self._without |= {file}
         return schema.append(pa.field(label, pa.float32()))
 
-    def _fetch(self, block: int, columns: list[str]) -> pa.Table | pa.RecordBatch:
+    def fetch(self, block: int, columns: list[str]) -> pa.Table | pa.RecordBatch:
         file, _ = self._blocks[block]
         if file not in self._without:
-            return super()._fetch(block, columns)
+            return super().fetch(block, columns)
         present: Sequence[str] = [name for name in columns if name != self.label]
-        table = super()._fetch(block, list(present or (self.dense + self.sparse)[:1]))
+        table = super().fetch(block, list(present or (self.dense + self.sparse)[:1]))
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
         return table.append_column(self.label, pa.array(np.zeros(table.num_rows, np.float32)))

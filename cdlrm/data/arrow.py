@@ -34,7 +34,9 @@ __all__ = [
 ]
 
 _ALL = np.zeros(0, np.uint8)  # no mask: everything is there
-_KERNEL_DTYPES = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
+_IDS = {pa.int64().id: np.dtype(np.int64)}
+_NUMBERS = {kind.id: np.dtype(kind.to_pandas_dtype()) for kind in (pa.int32(), pa.int64(), pa.float32(), pa.float64())}
+"""What the kernels take, by the number of Arrow's type, which is found faster than types are compared."""
 
 
 @dataclass
@@ -110,6 +112,8 @@ def buffers_of(column: pa.Array | pa.ChunkedArray, ids: bool, padding: int | Non
     convert. Elements of lists that equal `padding` are dropped."""
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if column.type.id in (_IDS if ids else _NUMBERS):
+        return Buffers(*_flat(column, ids))
     if pa.types.is_fixed_size_list(column.type):
         column = column.cast(pa.list_(column.type.value_type))
     if not _is_list(column.type):
@@ -137,27 +141,31 @@ def _mask(array: pa.Array) -> np.ndarray:
 
 def _flat(array: pa.Array, ids: bool) -> tuple[np.ndarray, np.ndarray]:
     """Values and mask of an array without lists."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if pa.types.is_null(array.type):
-        return np.zeros(len(array), np.int64), np.zeros(len(array), np.uint8)
-    kind = array.type
-    if ids and kind != pa.int64():
-        if pa.types.is_uint64(kind):
-            array = array.view(pa.int64())  # the bits are what is hashed
-        else:
-            array = array.cast(pa.int64())
-    elif not ids and kind not in _KERNEL_DTYPES:
-        wide = pa.types.is_floating(kind) or pa.types.is_uint64(kind)
-        array = array.cast(pa.float64() if wide else pa.int64(), safe=False)
-    dtype = np.dtype(array.type.to_pandas_dtype())
+    known = _IDS if ids else _NUMBERS
+    if array.type.id not in known:
+        if pa.types.is_null(array.type):
+            return np.zeros(len(array), np.int64), np.zeros(len(array), np.uint8)
+        array = _as_known(array.dictionary_decode() if pa.types.is_dictionary(array.type) else array, ids)
+    dtype = known[array.type.id]
     data = array.buffers()[1]
     if data is None or len(array) == 0:
         return np.zeros(len(array), dtype), _mask(array)
     return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize), _mask(array)
 
 
-_spare: deque[memoryview] = deque(maxlen=4)
+def _as_known(array: pa.Array, ids: bool) -> pa.Array:
+    """The same numbers in a type that the kernels take."""
+    kind = array.type
+    if ids:
+        # The bits of unsigned ids are what is hashed.
+        return array.view(pa.int64()) if pa.types.is_uint64(kind) else array.cast(pa.int64())
+    if kind.id in _NUMBERS:
+        return array
+    wide = pa.types.is_floating(kind) or pa.types.is_uint64(kind)
+    return array.cast(pa.float64() if wide else pa.int64(), safe=False)
+
+
+_spare: deque[memoryview] = deque(maxlen=128)
 
 
 def pooled(shape: tuple[int, ...], dtype: type) -> np.ndarray:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
-from threading import Lock
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +15,16 @@ import pyarrow.orc
 import pyarrow.parquet
 
 from cdlrm.data import arrow
-from cdlrm.data.columns import Bags, Columns
+from cdlrm.data.block import Block, Readers
+from cdlrm.data.columns import Columns
 from cdlrm.data.filesource import FileSource
 from cdlrm.data.prepared import Prepared
 from cdlrm.errors import ConfigError, DataError
 
 __all__ = ["ColumnarSource", "OrcSource", "ParquetSource"]
+
+_PART_COLUMNS = 9  # few enough to stay in the caches until they are converted, and for several threads to have work,
+_PART_VALUES = 80_000  # but enough values to be worth a call of Arrow and ours around it, about 100 us
 
 
 class ColumnarSource(FileSource):
@@ -30,15 +33,16 @@ class ColumnarSource(FileSource):
     values. `padding`: a number that fills lists up and is dropped from them. What `cdlrm convert` wrote says itself
     how its columns are called, whether its ids are row numbers, and how many rows the tables need.
 
-    Memory: one row group (stripe) as Arrow has it and once more as columns, so files with huge row groups need more.
+    Memory: two row groups (stripes) as columns and a few columns as Arrow has them, so files with huge row groups need
+    more. Up to `pyarrow.cpu_count()` threads read.
     """
 
     column_settings: tuple[str, ...] = ("label_column", "dense_columns", "sparse_columns", "padding")
-    open_files = 16  # so that footers are not read for every block
+    open_files = 16
+    by_columns = False  # whether a few columns can be read without reading the others
 
     def _open(self, columns: dict[str, Any]) -> None:
-        self._readers: OrderedDict[str, Any] = OrderedDict()
-        self._lock = Lock()  # of the opened files, which the fetching thread uses as well
+        self._readers = Readers(self._open_file, self.open_files)
         self._blocks: list[tuple[str, int]] = []
         self._rows: list[int | None] = []
         self._total = 0
@@ -54,8 +58,8 @@ class ColumnarSource(FileSource):
         for file in self.files:
             self._check_columns(file)
             self._check_prepared(file)
-            with self._reading(file):
-                rows, counts = self._sizes(self._reader(file))
+            with self._reading(file), self._readers.of(file) as reader:
+                rows, counts = self._sizes(reader)
             self._blocks += [(file, i) for i in range(len(counts))]
             self._rows += counts
             self._total += rows
@@ -122,18 +126,9 @@ class ColumnarSource(FileSource):
     def _read(self, reader: Any, block: int, columns: list[str]) -> pa.Table | pa.RecordBatch:
         raise NotImplementedError
 
-    def _reader(self, file: str) -> Any:
-        """The opened file; a few stay open."""
-        if file not in self._readers:
-            while len(self._readers) >= self.open_files:
-                self._readers.popitem(last=False)
-            self._readers[file] = self._open_file(file)
-        self._readers.move_to_end(file)
-        return self._readers[file]
-
     def _schema(self, file: str) -> pa.Schema:
-        with self._reading(file):
-            return self._schema_of(self._reader(file))
+        with self._reading(file), self._readers.of(file) as reader:
+            return self._schema_of(reader)
 
     def dense_types(self) -> list[pa.DataType]:
         """Arrow types that hold the raw dense values."""
@@ -142,10 +137,16 @@ class ColumnarSource(FileSource):
 
     # The source.
 
-    def restricted(self, row_range: tuple[int, int | None], **changes: Any) -> Self:
-        other = super().restricted(row_range, **changes)
-        other._readers, other._lock = OrderedDict(), Lock()  # another thread may read through it
-        return other
+    def reading_threads(self) -> int:
+        return pa.cpu_count() if self.by_columns else 1
+
+    def parts(self, block: int) -> list[tuple[bool, int, int]]:
+        """What is read together: labels and dense features, or not, and a range of the categorical features."""
+        features = len(self.sparse)
+        if not self.by_columns:
+            return [(True, 0, features)]
+        width = max(_PART_COLUMNS, _PART_VALUES // max(self._rows[block] or _PART_VALUES, 1))
+        return [(True, 0, 0), *((False, first, min(first + width, features)) for first in range(0, features, width))]
 
     def num_blocks(self) -> int:
         return len(self._blocks)
@@ -156,74 +157,64 @@ class ColumnarSource(FileSource):
     def block_rows(self, block: int) -> int:
         rows = self._rows[block]
         if rows is None:
-            rows = self._rows[block] = self._fetch(block, [self.label]).num_rows
+            rows = self._rows[block] = self.fetch(block, [self.label]).num_rows
         return rows
 
-    def fetch_block(self, block: int) -> pa.Table | pa.RecordBatch:
-        """The block as Arrow has it; in another thread, Arrow decodes the next block while this one is converted."""
-        return self._fetch(block, [self.label, *self.dense, *self.sparse])
-
-    def _fetch(self, block: int, columns: list[str]) -> pa.Table | pa.RecordBatch:
+    def fetch(self, block: int, names: list[str]) -> pa.Table | pa.RecordBatch:
+        """Columns of a block as Arrow has them."""
         file, index = self._blocks[block]
-        with self._lock, self._reading(file):
-            return self._read(self._reader(file), index, columns)
-
-    def read_block(self, block: int, lo: int, hi: int | None, fetched: Any = None) -> tuple[Columns, int]:
-        table = self.fetch_block(block) if fetched is None else fetched
+        with self._reading(file), self._readers.of(file) as reader:
+            table = self._read(reader, index, names)
         self._rows[block] = table.num_rows
-        if lo or hi is not None:
-            table = table.slice(lo, None if hi is None else hi - lo)
-        bad = np.zeros(table.num_rows, np.uint8)
-        dense, labels, firsts = self._convert_numbers(table, bad)
-        ids, bags, firsts_of_ids = self._convert_ids(table, bad)
+        return table
+
+    def start_block(self, threads: Executor, block: int, lo: int, hi: int | None) -> tuple[Block, list[Future[None]]]:
+        reading = Block(self, block, lo, hi)
+        return reading, [threads.submit(reading.convert, *part) for part in self.parts(block)]
+
+    def _read_here(self, block: int, lo: int, hi: int | None) -> Block:
+        reading = Block(self, block, lo, hi)
+        for part in self.parts(block):
+            reading.convert(*part)
+        return reading
+
+    def read_block(self, block: int, lo: int, hi: int | None, started: Any = None) -> tuple[Columns, int]:
+        if started is None:
+            reading = self._read_here(block, lo, hi)
+        else:
+            reading, parts = started
+            for part in parts:
+                part.result()
+        columns, bad = reading.columns, reading.bad
         if not self.skip_bad:
-            self._refuse(block, lo, table, firsts + firsts_of_ids)
-        columns = Columns(dense, labels, ids, bags)
+            self._refuse(block, lo, reading.firsts)
         skipped = int(np.count_nonzero(bad))
         if skipped and self._more_examples > 0:
-            self._name_bad(block, lo, table, np.flatnonzero(bad)[: self._more_examples])
+            self._name_bad(block, lo, np.flatnonzero(bad)[: self._more_examples])
         return (columns.take(np.flatnonzero(bad == 0)) if skipped else columns), skipped
 
-    def _convert_numbers(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Dense features, labels and the first bad row of every column."""
-        rows = table.num_rows
-        labels = np.empty(rows, np.float32)
-        firsts = [arrow.label_values(arrow.buffers_of(table.column(self.label), ids=False), labels, bad)]
-        missing = np.nan if self.raw else 0.0 if self.prepared and self.prepared.dense_ready else None
-        dense = arrow.pooled((rows, self.num_dense), np.float64 if self.raw else np.float32)
-        columns = [arrow.buffers_of(table.column(name), ids=False) for name in self.dense]
-        return dense, labels, firsts + arrow.dense_values(columns, dense, bad, missing)
-
-    def _convert_ids(self, table: pa.Table, bad: np.ndarray) -> tuple[np.ndarray, dict[int, Bags], list[int]]:
-        """Rows of the tables and the first bad row of every column."""
-        ids = arrow.pooled((len(self.sparse), table.num_rows), np.int64)
-        columns = [arrow.buffers_of(table.column(name), ids=True, padding=self.padding) for name in self.sparse]
-        return ids, *arrow.mapped_values(columns, self.id_maps, ids, bad)
-
-    def _refuse(self, block: int, lo: int, table: pa.Table, firsts: Sequence[int]) -> None:
-        """`DataError` for the first column with a bad row; firsts: label, dense and categorical columns."""
-        sentence = self._what_is_wrong(block, lo, table, firsts)
+    def _refuse(self, block: int, lo: int, firsts: Sequence[int]) -> None:
+        """`DataError` for the first column with a bad row."""
+        sentence = self._what_is_wrong(block, lo, firsts)
         if sentence is not None:
             raise DataError(f"{sentence}, or pass bad_rows='skip'")
 
-    def _what_is_wrong(self, block: int, lo: int, table: pa.Table, firsts: Sequence[int]) -> str | None:
-        names = [self.label, *self.dense, *self.sparse]
-        for at, (name, first) in enumerate(zip(names, firsts, strict=True)):
+    def _what_is_wrong(self, block: int, lo: int, firsts: Sequence[int]) -> str | None:
+        for at, (name, first) in enumerate(zip((self.label, *self.dense, *self.sparse), firsts, strict=True)):
             if first >= 0:
                 file, index = self._blocks[block]
-                row = lo + first + sum(self.block_rows(block - i) for i in range(1, index + 1))
+                row = lo + first
                 role = "label" if at == 0 else "dense" if at <= self.num_dense else "ids"
                 ids = self.id_maps[at - 1 - self.num_dense] if role == "ids" else None
-                wrong, remedy = arrow.bad_value(table.column(name), first, role, ids)
+                wrong, remedy = arrow.bad_value(self.fetch(block, [name]).column(name), row, role, ids)
+                row += sum(self.block_rows(block - i) for i in range(1, index + 1))
                 return f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}"
         return None
 
-    def _name_bad(self, block: int, lo: int, table: pa.Table, rows: np.ndarray) -> None:
-        """What is wrong with some bad rows: each is converted once more by itself."""
-        for row in rows.tolist():
-            alone, bad = table.slice(row, 1), np.zeros(1, np.uint8)
-            firsts = self._convert_numbers(alone, bad)[2] + self._convert_ids(alone, bad)[2]
-            sentence = self._what_is_wrong(block, lo + row, alone, firsts)
+    def _name_bad(self, block: int, lo: int, rows: np.ndarray) -> None:
+        """What is wrong with some bad rows: each is read once more by itself."""
+        for row in (lo + rows).tolist():
+            sentence = self._what_is_wrong(block, row, self._read_here(block, row, row + 1).firsts)
             if sentence is not None:
                 self._left_out(sentence)
 
@@ -234,14 +225,15 @@ class ColumnarSource(FileSource):
 
 class ParquetSource(ColumnarSource):
     format = "parquet"
+    by_columns = True
 
     def _prepared(self, file: str) -> Prepared | None:
-        with self._reading(file):
-            metadata = self._reader(file).schema_arrow.metadata
+        with self._reading(file), self._readers.of(file) as reader:
+            metadata = reader.schema_arrow.metadata
         return Prepared.from_metadata(file, metadata)
 
     def _open_file(self, file: str) -> pa.parquet.ParquetFile:
-        return pa.parquet.ParquetFile(file)
+        return pa.parquet.ParquetFile(file, pre_buffer=False)  # which helps where a whole row group is read at once
 
     def _schema_of(self, reader: pa.parquet.ParquetFile) -> pa.Schema:
         return reader.schema_arrow
@@ -251,11 +243,12 @@ class ParquetSource(ColumnarSource):
         return meta.num_rows, [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
 
     def _read(self, reader: pa.parquet.ParquetFile, block: int, columns: list[str]) -> pa.Table:
-        return reader.read_row_group(block, columns=columns)
+        return reader.read_row_group(block, columns=columns, use_threads=False)
 
 
 class OrcSource(ColumnarSource):
     format = "orc"
+    by_columns = True
 
     def _open_file(self, file: str) -> pa.orc.ORCFile:
         return pa.orc.ORCFile(file)

@@ -68,8 +68,11 @@ class Columns:
         bags = {}
         for f in sorted({f for part in parts for f in part.bags}):
             several = [part.bag(f) for part in parts]
-            lengths = np.concatenate([np.diff(b.offsets) for b in several])
-            bags[f] = Bags(np.concatenate([b.values for b in several]), _offsets(lengths))
+            ends, length = [several[0].offsets], len(several[0].values)
+            for b in several[1:]:
+                ends.append(b.offsets[1:] + length)
+                length += len(b.values)
+            bags[f] = Bags(np.concatenate([b.values for b in several]), np.concatenate(ends))
         return Columns(
             np.concatenate([part.dense for part in parts]),
             np.concatenate([part.labels for part in parts]),

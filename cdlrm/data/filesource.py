@@ -34,7 +34,6 @@ class FileSource(Source):
     columns: what the format wants to know of its columns, see there. notes: what was chosen because the files say it.
     """
 
-    reads_ahead = True
     column_settings: tuple[str, ...] = ()
     """Names that the mapping `columns` may hold."""
     label: str

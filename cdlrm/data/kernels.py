@@ -99,6 +99,20 @@ def bag_offsets(offsets: np.ndarray, row_there: np.ndarray, out: np.ndarray) -> 
 
 
 @njit(cache=True, nogil=True)
+def _hash_run(
+    values: np.ndarray, at: np.uint64, rows: np.uint64, mask: np.uint64, out: np.ndarray, to: np.uint64, end: np.uint64
+) -> None:
+    """out[to..end-1] from values[at..]. A loop for each way of dividing, so that both become vector instructions;
+    positions are unsigned, so that none is checked for being negative, and no slices, which would be counted."""
+    if mask:
+        for j in range(end - to):
+            out[to + j] = to_row(values[at + j], rows, mask)
+    else:
+        for j in range(end - to):
+            out[to + j] = to_row(values[at + j], rows, np.uint64(0))
+
+
+@njit(cache=True, nogil=True)
 def bags(
     values: np.ndarray,
     there: np.ndarray,
@@ -113,30 +127,30 @@ def bags(
     bad: np.ndarray,
 ) -> int:
     """Row numbers of a column of lists; out_offsets int64 [R+1] as `bag_offsets` made them."""
-    first = -1
-    masked = len(there) > 0
-    one = np.uint64(1)
-    for i in range(len(out_offsets) - 1):
-        # Unsigned, so that no position is checked for being negative.
-        to, at, end = np.uint64(out_offsets[i]), np.uint64(offsets[i]), np.uint64(offsets[i + 1])
-        if at == end or (len(row_there) > 0 and not row_there[i]):
-            out[to] = missing
-        elif hashed and not masked:
-            while at < end:
-                out[to] = to_row(values[at], rows, mask)
-                to, at = to + one, at + one
-        elif hashed:
-            while at < end:
-                row = to_row(values[at], rows, mask)
-                out[to] = row if there[at] else missing
-                to, at = to + one, at + one
+    first, row, count = -1, 0, len(out_offsets) - 1
+    while row < count:
+        begin = row
+        while row < count and offsets[row] < offsets[row + 1] and (len(row_there) == 0 or row_there[row]):
+            row += 1
+        # Rows begin..row-1 have ids, which lie together here and there.
+        at, to, end = np.uint64(offsets[begin]), np.uint64(out_offsets[begin]), np.uint64(out_offsets[row])
+        if hashed:
+            _hash_run(values, at, rows, mask, out, to, end)
         else:
-            while at < end:
-                row = missing if masked and not there[at] else values[at]
-                if np.uint64(row) > rows - one:
-                    row = np.int64(0)
-                    bad[i] = 1
-                    first = i if first < 0 else first
-                out[to] = row
-                to, at = to + one, at + one
+            for j in range(end - to):
+                out[to + j] = values[at + j]
+        if len(there) > 0:
+            for j in range(end - to):
+                out[to + j] = out[to + j] if there[at + j] else missing
+        if not hashed:
+            for i in range(begin, row):
+                for j in range(np.uint64(out_offsets[i]), np.uint64(out_offsets[i + 1])):
+                    # 0 rows mean no bound, a negative id is a large unsigned one.
+                    if np.uint64(out[j]) > rows - np.uint64(1):
+                        out[j] = 0
+                        bad[i] = 1
+                        first = i if first < 0 else first
+        while row < count and not (offsets[row] < offsets[row + 1] and (len(row_there) == 0 or row_there[row])):
+            out[out_offsets[row]] = missing
+            row += 1
     return first

@@ -108,9 +108,9 @@ class AmazonSource(ColumnarSource):
         super()._open({})
 
     def _prepared(self, file: str) -> Prepared | None:
-        pairs = self._reader(file)
-        items = 1 + int(pairs.items[-1])
-        counts = {"history": items, "item": items, "user": 1 + int(pairs.user.max())}
+        with self._readers.of(file) as pairs:
+            items, users = 1 + int(pairs.items[-1]), 1 + int(pairs.user.max())
+        counts = {"history": items, "item": items, "user": users}
         return Prepared("label", [], list(counts), numbered=True, counts=counts)
 
     def _open_file(self, file: str) -> _Pairs:

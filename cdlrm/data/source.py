@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple, Self
 
@@ -58,7 +58,6 @@ class Source:
     """
 
     format = ""
-    reads_ahead = False  # whether `fetch_block` does anything
     features: list[str]
     table_rows: list[int]
     num_dense: int
@@ -101,11 +100,15 @@ class Source:
         """Rows of a block, bad ones included; may have to read the file."""
         raise NotImplementedError
 
-    def fetch_block(self, block: int) -> Any:
-        """The part of reading a block that another thread may do ahead; None if there is none."""
-        return None
+    def reading_threads(self) -> int:
+        """How many threads `start_block` can use; 0: it is not to be called."""
+        return 0
 
-    def read_block(self, block: int, lo: int, hi: int | None, fetched: Any = None) -> tuple[Columns, int]:
+    def start_block(self, threads: Executor, block: int, lo: int, hi: int | None) -> Any:
+        """Let other threads begin to read rows lo..hi-1 of a block; the result is for `read_block`."""
+        raise NotImplementedError
+
+    def read_block(self, block: int, lo: int, hi: int | None, started: Any = None) -> tuple[Columns, int]:
         """Rows lo..hi-1 of a block without the bad ones, and how many bad ones were left out."""
         raise NotImplementedError
 
@@ -233,10 +236,10 @@ class Source:
         missing, skipped = self.batch_size, at.skipped
         if at.batch >= limit:
             return
-        with closing(self._fetched([pieces[i] for i in order], at.block)) as stream:
-            for place, fetched in stream:
-                columns, bad = self._read_piece(pieces[order[place]], fetched, epoch)
-                del fetched  # its memory goes before the batches are handed out
+        with closing(self._started([pieces[i] for i in order], at.block)) as stream:
+            for place, started in stream:
+                columns, bad = self._read_piece(pieces[order[place]], started, epoch)
+                del started  # its memory goes before the batches are handed out
                 self._skipped = skipped + bad
                 row = at.row if place == at.block else 0
                 while row < columns.rows:
@@ -271,33 +274,34 @@ class Source:
             self.progress(at.rows_read, self.rows_total)
         return Columns.concat(parts).to_batch(self.features, at.batch - 1)
 
-    def _fetched(self, pieces: Sequence[Piece], first: int) -> Generator[tuple[int, Any], None, None]:
-        """Pieces from the `first` on with what `fetch_block` says of them, fetched one ahead by a thread that ends
-        with us."""
-        if not self.reads_ahead:
+    def _started(self, pieces: Sequence[Piece], first: int) -> Generator[tuple[int, Any], None, None]:
+        """Pieces from the `first` on, each read by other threads while the one before is used; the threads end with
+        us."""
+        threads = self.reading_threads()
+        if not threads:
             yield from ((place, None) for place in range(first, len(pieces)))
             return
-        helper = ThreadPoolExecutor(1, thread_name_prefix="cdlrm-fetch")
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="cdlrm-fetch")
         try:
-            ahead = [helper.submit(self.fetch_block, piece.block) for piece in pieces[first : first + 1]]
+            ahead = [self.start_block(pool, *piece) for piece in pieces[first : first + 1]]
             for place in range(first, len(pieces)):
-                fetched = ahead.pop().result()
+                started = ahead.pop()
                 if place + 1 < len(pieces):
-                    ahead.append(helper.submit(self.fetch_block, pieces[place + 1].block))
-                yield place, fetched
-                del fetched
+                    ahead.append(self.start_block(pool, *pieces[place + 1]))
+                yield place, started
+                del started
         finally:
-            helper.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def blocks(self, first: int = 0) -> Generator[tuple[Columns, int], None, None]:
         """The blocks from `first` on in the files' order, each with the number of its bad rows, which are left out."""
         pieces = [Piece(block, 0, None) for block in range(self.num_blocks())]
-        with closing(self._fetched(pieces, first)) as stream:
-            for place, fetched in stream:
-                yield self.read_block(place, 0, None, fetched)
+        with closing(self._started(pieces, first)) as stream:
+            for place, started in stream:
+                yield self.read_block(place, 0, None, started)
 
-    def _read_piece(self, piece: Piece, fetched: Any, epoch: int) -> tuple[Columns, int]:
-        columns, skipped = self.read_block(*piece, fetched)
+    def _read_piece(self, piece: Piece, started: Any, epoch: int) -> tuple[Columns, int]:
+        columns, skipped = self.read_block(*piece, started)
         if self.shuffle:
             columns = columns.take(permutation(columns.rows, self.seed, epoch, piece.block + 1))
         return columns, skipped

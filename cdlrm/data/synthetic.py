@@ -225,7 +225,7 @@ class SyntheticSource(Source):
     def block_rows(self, block: int) -> int:
         return min(_BLOCK_ROWS, self.num_rows - block * _BLOCK_ROWS)
 
-    def read_block(self, block: int, lo: int, hi: int | None, fetched: Any = None) -> tuple[Columns, int]:
+    def read_block(self, block: int, lo: int, hi: int | None, started: Any = None) -> tuple[Columns, int]:
         first = block * _BLOCK_ROWS + lo
         columns = self._draw(first, (self.block_rows(block) if hi is None else hi) - lo)
         zipf.draw_labels(first, self._label_key, self.logits(columns), 0.0, columns.labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from threading import Lock
 from typing import Any, Self
 
@@ -112,11 +113,14 @@ class TsvSource(FileSource):
             rows = self._rows[block] = int(kernel.count_lines(self._lines(block)))
         return rows
 
-    def fetch_block(self, block: int) -> np.ndarray:
-        return self._lines(block)
+    def reading_threads(self) -> int:
+        return 1
 
-    def read_block(self, block: int, lo: int, hi: int | None, fetched: Any = None) -> tuple[Columns, int]:
-        data = self._lines(block) if fetched is None else fetched
+    def start_block(self, threads: Executor, block: int, lo: int, hi: int | None) -> Future[np.ndarray]:
+        return threads.submit(self._lines, block)
+
+    def read_block(self, block: int, lo: int, hi: int | None, started: Any = None) -> tuple[Columns, int]:
+        data = self._lines(block) if started is None else started.result()
         lines = int(kernel.count_lines(data))
         self._rows[block] = lines
         rows = max(0, (lines if hi is None else min(hi, lines)) - lo)
@@ -160,7 +164,7 @@ class TsvSource(FileSource):
 
     def _start_reading(self) -> None:
         self._text: PackedText | None = None
-        self._lock = Lock()  # of the unpacked text, which the fetching thread reads as well
+        self._lock = Lock()  # of the unpacked text, which the reading thread uses as well
 
     def _unpacked(self, name: str, piece: int) -> bytes:
         with self._lock, self._reading(name):
