@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `cdlrm train` does, and before torch is loaded
+
 import numpy as np
 import torch
 from planning import machine

@@ -26,6 +26,7 @@ MAX_SHARDS = 16
 MAX_SLOTS = 1 << 31  # slots are int32
 ROWS_PER_SHARD = 1 << 18
 LOOKUPS_PER_THREAD = 1 << 14  # for fewer a second thread costs more than it saves
+PIECES = 4  # of the lookups, a thread: whoever starts late takes fewer
 NO_INDEX = np.empty(0, np.int32)
 
 
@@ -145,22 +146,25 @@ class Planner:
     def _partition(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The lookups by shard, in their order: rows, lookup numbers, where each shard's start."""
         n = int(rows.size)
-        cuts = np.linspace(0, n, self._threads_for(n) + 1).astype(np.int64)
+        threads = self._threads_for(n)
+        cuts = np.linspace(0, n, (1 if threads == 1 else PIECES * threads) + 1).astype(np.int64)
         pieces = range(cuts.size - 1)
         shard = np.empty(n, np.uint8)
-        counts = np.empty((cuts.size - 1, self.shards), np.int64)
+        # Each piece's counters end before a gap of two cache lines: threads that count in one line wait for each other.
+        counts = np.empty((cuts.size - 1, self.shards + 16), np.int64)[:, : self.shards]
         self._each(
             pieces,
             lambda p: k.count_shards(rows[cuts[p] : cuts[p + 1]], self.shards, shard[cuts[p] : cuts[p + 1]], counts[p]),
             n,
         )
         shard_start = _starts(counts.sum(axis=0))
-        cursor = shard_start[:-1] + np.cumsum(counts, axis=0) - counts
+        before = np.cumsum(counts, axis=0) - counts
+        counts[:] = shard_start[:-1] + before  # from now on: where the piece's next lookup of each shard goes
         parts, index = np.empty(n, np.int64), np.empty(n, np.int32)
         self._each(
             pieces,
             lambda p: k.partition(
-                rows[cuts[p] : cuts[p + 1]], cuts[p], shard[cuts[p] : cuts[p + 1]], cursor[p], parts, index
+                rows[cuts[p] : cuts[p + 1]], cuts[p], shard[cuts[p] : cuts[p + 1]], counts[p], parts, index
             ),
             n,
         )
