@@ -1,4 +1,4 @@
-"""The whole DLRM training step: a cache of 10 % of the rows against all rows resident (issue 2, point 10b).
+"""The whole DLRM training step: a cache of 10 % of the rows against all rows resident.
 
 Shape: the published cardinalities of Criteo Kaggle (33.8 million rows, 26 tables), dim 16, Zipf(1.05) ids, batch
 2048, MLPs 13-512-256-64-16 and 512-256-1, SGD.  A step is: next batch from `lookahead`, forward, loss, backward with
