@@ -14,12 +14,14 @@ import pytest
 from emulated import Emulated, use
 from emulator.compile import compiler
 
-from cdlrm import memory_plan
+from cdlrm import memory_use
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
-from cdlrm.memory_plan import HUGE, PAGE, count, plan_memory
+from cdlrm.memory_parts import HUGE, PAGE
+from cdlrm.memory_plan import plan_memory
 from cdlrm.memory_text import render_plan
+from cdlrm.memory_use import count, pages
 from cdlrm.report import render
 from cdlrm.train import Trainer
 
@@ -65,11 +67,11 @@ def test_pages_are_counted_as_touched() -> None:
         flags[rows] = True
         trained = np.packbits(flags, bitorder="little")
         for lo, hi in ((0, 9000), (1003, 7777)):
-            pages: set[int] = set()
+            expected: set[int] = set()
             for row in rows[(rows >= lo) & (rows < hi)].tolist():
-                pages |= set(range(row * size // PAGE, (row * size + size - 1) // PAGE + 1))
-            assert memory_plan._pages(trained, lo, hi, size, PAGE) == len(pages)
-    assert memory_plan._pages(trained, 0, 9000, 0, HUGE) == 0
+                expected |= set(range(row * size // PAGE, (row * size + size - 1) // PAGE + 1))
+            assert pages(trained, lo, hi, size, PAGE) == len(expected)
+    assert pages(trained, 0, 9000, 0, HUGE) == 0
 
 
 def test_used_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +83,7 @@ def test_used_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     use = count(data.train, data.table_rows)
     assert (use.rows, use.batches, use.complete) == (len(expected), 5, True)
-    monkeypatch.setattr(memory_plan, "COUNTED_BATCHES", 3)
+    monkeypatch.setattr(memory_use, "COUNTED_BATCHES", 3)
     use = count(open_datasets(config, []).train, data.table_rows)
     assert (use.batches, use.complete) == (3, False)
 

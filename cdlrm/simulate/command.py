@@ -190,7 +190,7 @@ class Bar:
 
 def record_bytes(config: TrainConfig) -> int:
     """Bytes that move with a row: float32 weights and optimizer state."""
-    from ..train import TABLE_OPTIMIZERS
+    from ..assemble import TABLE_OPTIMIZERS
 
     dim = config.arch_sparse_feature_size
     return 4 * (dim + TABLE_OPTIMIZERS[config.optimizer](lr=config.learning_rate).state_width(dim))
