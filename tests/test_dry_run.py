@@ -45,6 +45,7 @@ def cdlrm_train(folder: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.limit(300)
 @pytest.mark.parametrize("name", RUNS)
 def test_real_peak_agrees_within_5_percent(name: str, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as other:  # compile the kernels, so that neither of the two does: some 90 MiB
