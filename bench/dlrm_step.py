@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 import cdlrm  # noqa: E402
-from cdlrm.ahead import DEFAULT_HORIZON  # noqa: E402
 from cdlrm.data import Batch  # noqa: E402
 from cdlrm.data.synthetic import SyntheticSource  # noqa: E402
 from cdlrm.model import DLRM  # noqa: E402
@@ -43,6 +42,7 @@ KAGGLE = [
     2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 ]  # fmt: skip
 DIM, BATCH, LR = 16, 2048, 0.1
+HORIZON = 32
 REST_SECONDS, UNCOUNTED = 0.2, 3
 BOUND = 1.25
 
@@ -51,7 +51,7 @@ class Contestant:
     """A model of its own with its own stream over the same batches."""
 
     def __init__(
-        self, batches: list[Batch], *, cache_ratio: float, ahead: bool, horizon: int | str = DEFAULT_HORIZON
+        self, batches: list[Batch], *, cache_ratio: float, ahead: bool, horizon: int | str = HORIZON
     ) -> None:
         tables = [cdlrm.Table(f"c{c + 1}", rows, DIM) for c, rows in enumerate(KAGGLE)]
         self.tables = cdlrm.EmbeddingBagCollection(
