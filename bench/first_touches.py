@@ -33,12 +33,12 @@ from dlrm_step import circumstances  # noqa: E402
 
 import cdlrm  # noqa: E402
 from cdlrm.ahead import Lookahead  # noqa: E402
+from cdlrm.assemble import build_tables  # noqa: E402
 from cdlrm.config import TrainConfig  # noqa: E402
 from cdlrm.data import Batch  # noqa: E402
 from cdlrm.datasets import Datasets, open_datasets  # noqa: E402
 from cdlrm.sizing.model import fill_seconds, padded  # noqa: E402
 from cdlrm.sizing.profiles import GPUS  # noqa: E402
-from cdlrm.train import build_tables  # noqa: E402
 
 PIECE_ROWS = 1 << 16
 

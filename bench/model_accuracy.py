@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from dlrm_step import circumstances  # noqa: E402
 
 import cdlrm  # noqa: E402
+from cdlrm.assemble import build_model, build_tables  # noqa: E402
 from cdlrm.config import TrainConfig  # noqa: E402
 from cdlrm.data import Batch  # noqa: E402
 from cdlrm.datasets import open_datasets  # noqa: E402
@@ -37,7 +38,6 @@ from cdlrm.sizing.model import predict  # noqa: E402
 from cdlrm.sizing.profiles import Profile, load_profile, save_profile  # noqa: E402
 from cdlrm.sizing.traffic import everything_resident, read_ids, run_planner  # noqa: E402
 from cdlrm.sizing.work import shape_of  # noqa: E402
-from cdlrm.train import build_model, build_tables  # noqa: E402
 
 WARM, REST_SECONDS, UNCOUNTED = 40, 0.2, 3
 WITHIN, OF_TEN = 0.20, 8

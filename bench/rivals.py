@@ -1,4 +1,4 @@
-"""Rows moved by other caches' rules and by ours, in one run on the same ids (issue 5, point 9); and step times.
+"""Rows moved by other caches' rules and by ours, in one run on the same ids; and step times.
 
 Traces and cache sizes are those of `policies.py`: Zipf 0.8, 1.05, 1.2; Zipf 1.05 where 40 % of the lookups are redrawn
 from the last 16 batches; the real sample where it is given; caches of 2, 4, 8 and 16 times a batch's distinct rows.

@@ -27,8 +27,9 @@ Where things are, in the order in which a batch meets them (words: README and th
                                 too large for a state_dict
     placement, table            which tables form a group, and where they live
     checkpoint*                 `save`, `load`, `load_tables`
-    model, datasets, train, transit, interrupt, metrics, report, progress, tensorboard, resuming, scoring, unlabelled,
-    memory_*, advice            the command line's work
+    model, datasets, assemble, train, transit, interrupt, metrics, report, progress, tensorboard, resuming, scoring,
+    unlabelled, memory_*, advice
+                                the command line's work
     __main__, cli, convert_cli, arguments, config, scoring_config, simulate/, sweep/
                                 the command line
     sizing/                     `cdlrm plan`, `cdlrm calibrate`: a model of the machine, and its advice

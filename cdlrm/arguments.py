@@ -1,15 +1,32 @@
-"""What several commands share: flags made from settings, and checks of values before the work."""
+"""What several commands share: their parsers, flags made from settings, checks of values before the work, and files."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from .config import TrainConfig, flag_of
-from .errors import ConfigError
+from .errors import ConfigError, DataError
+
+WORDS = {"horizon": ("auto",)}
+"""What the flags of a grid take besides numbers."""
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], *, usage: str = "[flags]", about: str,
+    description: str, examples: str,
+) -> Any:  # fmt: skip
+    """A command's parser; `run(found)` does its work and returns the exit code."""
+    parser = commands.add_parser(
+        name, usage=f"cdlrm {name} {usage}", help=about, description=description, epilog=examples
+    )
+    parser.set_defaults(command=run, parser=parser)
+    return parser
 
 
 def settings_of(chosen: Callable[[dataclasses.Field[Any]], bool]) -> list[dataclasses.Field[Any]]:
@@ -39,12 +56,28 @@ def add_settings(groups: Any, fields: Iterable[dataclasses.Field[Any]]) -> None:
         group.add_argument(flag_of(field.name), *about["aliases"], help=text, **options)
 
 
+def given_settings(found: argparse.Namespace, fields: Iterable[dataclasses.Field[Any]]) -> dict[str, Any]:
+    """Those of the settings `fields` that were given as flags."""
+    return {field.name: getattr(found, field.name) for field in fields if hasattr(found, field.name)}
+
+
+def add_grid(group: Any, flags: dict[str, tuple[type, str]]) -> None:
+    """Flags that take several values each: name -> type of a value, help; read them by `number_list` and WORDS."""
+    for name, (kind, text) in flags.items():
+        metavar = "|".join([*WORDS.get(name, ()), {int: "N", float: "X", str: "NAME"}[kind]])
+        group.add_argument(flag_of(name), nargs="+", metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def add_debug(output: Any) -> None:
+    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
 def add_common(output: Any) -> None:
     """The flags of output that every long command has."""
     output.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, default=True, help="the progress bar (default: yes)"
     )
-    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_debug(output)
 
 
 def number_list(flag: str, kind: type, words: list[str], others: tuple[str, ...] = ()) -> list[Any]:
@@ -79,3 +112,17 @@ def check_file(flag: str, file: str | None, endings: tuple[str, ...] = ()) -> No
         raise ConfigError(f"{flag} {file}: its folder does not exist; create it first.")
     if endings and path.suffix not in endings:
         raise ConfigError(f"{flag} {file}: expected a name that ends in {' or '.join(endings)}.")
+
+
+def write_json(file: str, value: Any) -> None:
+    """Into the file that `--json` names; raises DataError where it cannot be written."""
+    try:
+        Path(file).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--json {file}: cannot be written ({error.strerror}).") from error
+
+
+def quiet_openmp() -> None:
+    """OpenMP threads that spin while they wait take the cores from the threads that plan and copy (measured on two
+    shared cores: five times slower).  It is read when torch is loaded, so it is set before."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

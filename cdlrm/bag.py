@@ -247,9 +247,10 @@ class EmbeddingBag(_OneTable):
 
     Torch's arguments, in torch's order, then keyword-only: `optimizer` (a specification; needed for
     training), `cache_rows`, `cache_ratio`, `store`, `strict`, `seed`, `nonfinite`,
-    `update` as in `EmbeddingBagCollection`.  `sparse` is accepted and has no effect.  Modes "sum" and "mean"; initial
-    values N(0, 1) as a function of (seed, row, column).  Raises ConfigError for max_norm,
-    scale_grad_by_freq, mode="max" and other dtypes, each with the reason.
+    `update` as in `EmbeddingBagCollection`.  `device` None is torch's default device, because torch's signature says
+    so; "auto", the collection's default, takes a GPU that can be used.  `sparse` is accepted and has no effect.
+    Modes "sum" and "mean"; initial values N(0, 1) as a function of (seed, row, column).  Raises ConfigError for
+    max_norm, scale_grad_by_freq, mode="max" and other dtypes, each with the reason.
     """
 
     def __init__(

@@ -11,17 +11,16 @@ import contextlib
 import ctypes
 import dataclasses
 import json
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .arguments import add_settings, check_file
+from .arguments import add_command, add_debug, add_settings, check_file, given_settings, quiet_openmp, write_json
 from .config import GROUPS, TrainConfig, in_flags, suggestion
 from .convert_cli import add_convert
-from .errors import CdlrmError, ConfigError, DataError
+from .errors import CdlrmError, ConfigError
 from .simulate.command import add_simulate
 from .sizing.command import add_calibrate, add_plan
 from .sweep.command import add_sweep
@@ -113,49 +112,40 @@ def build_parser() -> Parser:
     )  # fmt: skip
     output.add_argument("--out", metavar="FILE", help="the Parquet file to write: row, probability, label")
     output.add_argument("--overwrite", action="store_true", help="replace the file --out, when the new one is complete")
-    info = commands.add_parser(
-        "info",
-        usage="cdlrm info [--json]",
-        help="versions, processor, memory, GPU support",
+    info = add_command(
+        commands, "info", run_info, usage="[--json]", about="versions, processor, memory, GPU support",
         description="What this machine has, and the versions that matter; for a report of a fault, add it.",
-        epilog="examples:\n  cdlrm info\n  cdlrm info --json > machine.json\n",
-    )
+        examples="examples:\n  cdlrm info\n  cdlrm info --json > machine.json\n",
+    )  # fmt: skip
     info.add_argument("--json", action="store_true", help="as JSON")
-    info.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    info.set_defaults(command=run_info, parser=info)
+    add_debug(info)
     return parser
 
 
 def _add_train(commands: Any) -> None:
-    train = commands.add_parser(
-        "train",
-        usage="cdlrm train [flags]",
-        help="train a DLRM and report",
-        description=TRAIN_ABOUT,
-        epilog=TRAIN_EXAMPLES,
+    train = add_command(
+        commands, "train", run_train, about="train a DLRM and report", description=TRAIN_ABOUT, examples=TRAIN_EXAMPLES
     )
-    train.set_defaults(command=run_train, parser=train)
     groups = {name: train.add_argument_group(*title.partition(": ")[::2]) for name, title in GROUPS.items()}
     add_settings(groups, dataclasses.fields(TrainConfig))
     output = groups["output"]
     output.add_argument("--config", metavar="FILE", help="settings in YAML, by the flags' names; flags win over it")
     output.add_argument("--print-config", action="store_true", help="print all settings as YAML, and stop")
     output.add_argument("--dry-run", action="store_true", help="print how much memory the run will use, and stop")
-    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_debug(output)
 
 
 def _add_score(commands: Any, name: str, about: str, command: Any, example: str) -> Any:
     from .scoring_config import GROUPS as SCORE_GROUPS
     from .scoring_config import ScoreConfig
 
-    parser = commands.add_parser(
-        name, usage=f"cdlrm {name} [flags]", help=about, description=about[0].upper() + about[1:] + ".",
-        epilog=f"example:\n  {example}\n",
+    parser = add_command(
+        commands, name, command, about=about, description=about[0].upper() + about[1:] + ".",
+        examples=f"example:\n  {example}\n",
     )  # fmt: skip
-    parser.set_defaults(command=command, parser=parser)
     groups = {key: parser.add_argument_group(title) for key, title in SCORE_GROUPS.items()}
     add_settings(groups, dataclasses.fields(ScoreConfig))
-    groups["output"].add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_debug(groups["output"])
     return groups["output"]
 
 
@@ -167,7 +157,7 @@ def run_train(found: argparse.Namespace) -> int:
         sys.stdout.write(yaml.safe_dump(config.to_mapping(), sort_keys=False))
         return 0
     check_file("--json", config.json)
-    _quiet_openmp()
+    quiet_openmp()
     _one_heap()
     if found.dry_run:
         return _dry_run(config)
@@ -178,7 +168,7 @@ def run_train(found: argparse.Namespace) -> int:
     report = train(config, ProgressBar() if config.progress else Listener())
     sys.stdout.write(render(report) + "\n")
     if config.json is not None:
-        _write_json(config.json, jsonable(report))
+        write_json(config.json, jsonable(report))
     return 130 if report["interrupted"] else 0
 
 
@@ -189,12 +179,12 @@ def _dry_run(config: TrainConfig) -> int:
     plan = plan_memory(config)
     sys.stdout.write(render_plan(plan) + "\n")
     if config.json is not None:
-        _write_json(config.json, plan)
+        write_json(config.json, plan)
     return 0
 
 
 def run_eval(found: argparse.Namespace) -> int:
-    _quiet_openmp()
+    quiet_openmp()
     config, file = _score_config(found), vars(found).get("json")
     check_file("--json", file)
     from .progress import Listener, ProgressBar
@@ -204,12 +194,12 @@ def run_eval(found: argparse.Namespace) -> int:
     result = evaluate(config, ProgressBar(name="eval") if config.progress else Listener())
     sys.stdout.write(render_evaluation(result) + "\n")
     if file is not None:
-        _write_json(file, jsonable(result))
+        write_json(file, jsonable(result))
     return 0
 
 
 def run_predict(found: argparse.Namespace) -> int:
-    _quiet_openmp()
+    quiet_openmp()
     config, out = _score_config(found), vars(found).get("out")
     if out is None:
         raise ConfigError("--out is missing: name the Parquet file to write.")
@@ -225,14 +215,7 @@ def run_predict(found: argparse.Namespace) -> int:
 def _score_config(found: argparse.Namespace) -> Any:
     from .scoring_config import ScoreConfig
 
-    names = {field.name for field in dataclasses.fields(ScoreConfig)}
-    return ScoreConfig(**{name: value for name, value in vars(found).items() if name in names})
-
-
-def _quiet_openmp() -> None:
-    """OpenMP threads that spin while they wait take the cores from the threads that plan and copy (measured on two
-    shared cores: five times slower).  It is read when torch is loaded, so it is set before."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return ScoreConfig(**given_settings(found, dataclasses.fields(ScoreConfig)))
 
 
 def _one_heap() -> None:
@@ -242,19 +225,10 @@ def _one_heap() -> None:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
-def _write_json(file: str, value: Any) -> None:
-    try:
-        Path(file).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--json {file}: cannot be written ({error.strerror}).") from error
-
-
 def _config(found: argparse.Namespace) -> TrainConfig:
     """The settings: defaults, then the YAML file, then the flags."""
     values = read_yaml(found.config) if found.config else {}
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    values.update({name: value for name, value in vars(found).items() if name in names})
-    return TrainConfig.from_mapping(values)
+    return TrainConfig.from_mapping(values | given_settings(found, dataclasses.fields(TrainConfig)))
 
 
 def read_yaml(file: str) -> dict[str, Any]:

@@ -54,6 +54,15 @@ def open_datasets(config: TrainConfig, chosen: list[str]) -> Datasets:
     return Datasets(train, test, train.features, train.num_dense, train.table_rows)
 
 
+def why_nothing(config: TrainConfig, data: Datasets) -> str:
+    """The sentence about a run that had no row to train on."""
+    bad = data.counters()["bad_rows"]
+    left_out = f" ({bad:,} malformed rows were left out, --bad-rows skip)" if bad else ""
+    split = config.data and not config.test_data and config.test_fraction > 0
+    remedy = " or a smaller --test-fraction" if split else ""
+    return f"nothing was trained: no row is left to train on{left_out}; give --data with more good rows{remedy}."
+
+
 def _test_batch(config: TrainConfig) -> int:
     return config.test_mini_batch_size or TEST_BATCH_FACTOR * config.mini_batch_size
 

@@ -39,6 +39,7 @@ class EmbeddingBagCollection(CachedModule):
             share of the rows that the cache holds.
         device: "auto" (the GPU that torch and CuPy can use, else the CPU), "cpu", "cuda", "cuda:N" or a torch.device:
             where the cache, the outputs and the gradients are; ids may be anywhere, and are quickest on the CPU.
+            (`EmbeddingBag` and `Embedding` default to None, torch's default device, because torch's signature does.)
         store: "ram" (host memory) or "file:DIR" (tables larger than it).
         strict: refuse a batch that needs more rows than the cache has, instead of growing.
         seed: of the initial values.

@@ -1,6 +1,6 @@
 """The closing report of a training run: one mapping, as JSON or as text for people.
 
-`build` collects it, `render` writes the text.  All times are seconds, all sizes bytes; a rate or a
+The trainer collects it, `render` writes the text.  All times are seconds, all sizes bytes; a rate or a
 ratio that is undefined (nothing was counted) is None.
 """
 
@@ -47,6 +47,22 @@ def cache_section(stats: Mapping[str, Any]) -> dict[str, Any]:
     section["fills_over_min0"] = ratio(stats["fills"], stats["min0_fills"])
     section["fills_over_mind"] = ratio(stats["fills"], stats["mind_fills"])
     return section
+
+
+def seconds_section(total: float, measured: Mapping[str, float], stats: Mapping[str, Any]) -> dict[str, float]:
+    """Where the time went, in the order of the report; `measured` by the trainer, `stats` by the tables."""
+    return {
+        "total": total,
+        "read": measured["read"],
+        "plan": stats["seconds_plan"],
+        "transfer": stats["seconds_transfer"],
+        "forward_backward": measured["forward_backward"],
+        "lookup": stats["seconds_lookup"],
+        "update": stats["seconds_update"],
+        "stall": measured["stall"],
+        "evaluation": measured["evaluation"],
+        "checkpoint": measured["checkpoint"],
+    }
 
 
 def memory_section(most: tuple[int, int] | None) -> dict[str, int]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import report as reporting
+from .assemble import build_model, build_tables
 from .checkpoint import checkpoint_info, load
 from .config import TrainConfig
 from .data import Batch, Source
@@ -28,7 +29,6 @@ from .errors import ConfigError, DataError
 from .machine import available_bytes
 from .progress import Listener
 from .scoring_config import ScoreConfig
-from .train import build_model, build_tables
 from .transit import to_device
 from .unlabelled import open_for_prediction
 

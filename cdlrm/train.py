@@ -9,38 +9,26 @@ the same, bit for bit.
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import cdlrm
 
 from . import report as reporting
-from .config import TrainConfig, dashed
+from .assemble import DENSE_OPTIMIZERS, build_model, build_tables, seed_everything
+from .config import TrainConfig
 from .data import Batch
-from .datasets import Datasets, open_datasets
-from .driver.choose import choose
-from .errors import ConfigError, DataError, NonFiniteGradientError
+from .datasets import Datasets, open_datasets, why_nothing
+from .errors import DataError, NonFiniteGradientError
 from .interrupt import Interrupt
 from .machine import package_version
-from .model import DLRM
-from .optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from .progress import Listener, Several
 from .resuming import Checkpoints
 from .transit import LateCheck, not_finite, to_device, wait_for
-
-TABLE_OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "sgd": SGD,
-    "rowwise-adagrad": RowWiseAdagrad,
-    "adagrad": Adagrad,
-    "adam": Adam,
-}
-DENSE_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 
 PROGRESS = ("steps", "samples", "skipped", "epochs", "evaluations", "_loss", "_loss_sum", "_loss_samples")
 """What a checkpoint says about the run, besides model, tables and position."""
@@ -62,9 +50,7 @@ class Trainer:
     samples, NonFiniteGradientError as `nonfinite` says.  Ctrl-C ends the run after the current step.
     """
 
-    def __init__(
-        self, config: TrainConfig, listener: Listener | None = None, *, data: Datasets | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, listener: Listener | None = None, *, data: Datasets | None = None) -> None:
         self.config = config
         self.listener = listener or Listener()
         if config.logdir is not None:
@@ -137,7 +123,7 @@ class Trainer:
             self.listener.close()
         self.interrupted = self._interrupt.asked
         if self.steps == 0 and not self.interrupted and not self.config.resume:
-            raise DataError(self._why_nothing())
+            raise DataError(why_nothing(self.config, self.data))
         with self._naming():
             self.settle()
             self.tables.flush()
@@ -153,13 +139,6 @@ class Trainer:
         except NonFiniteGradientError as error:
             where = self._step_names.get(error.where, error.where or self._step_name)
             raise NonFiniteGradientError(f"{where}: {error}", where=where) from error
-
-    def _why_nothing(self) -> str:
-        bad = self.data.counters()["bad_rows"]
-        left_out = f" ({bad:,} malformed rows were left out, --bad-rows skip)" if bad else ""
-        split = self.config.data and not self.config.test_data and self.config.test_fraction > 0
-        remedy = " or a smaller --test-fraction" if split else ""
-        return f"nothing was trained: no row is left to train on{left_out}; give --data with more good rows{remedy}."
 
     def _train(self) -> None:
         if self.steps == 0:
@@ -341,7 +320,6 @@ class Trainer:
     def _report(self, seconds_total: float) -> dict[str, Any]:
         self._take_loss()
         stats = self.tables.stats()
-        measured = self._seconds
         return {
             "cdlrm": package_version("cdlrm"),
             "interrupted": self.interrupted,
@@ -358,93 +336,10 @@ class Trainer:
             },
             "cache": reporting.cache_section(stats),
             "tables": self.tables.table_stats(),
-            "seconds": {
-                "total": seconds_total,
-                "read": measured["read"],
-                "plan": stats["seconds_plan"],
-                "transfer": stats["seconds_transfer"],
-                "forward_backward": measured["forward_backward"],
-                "lookup": stats["seconds_lookup"],
-                "update": stats["seconds_update"],
-                "stall": measured["stall"],
-                "evaluation": measured["evaluation"],
-                "checkpoint": measured["checkpoint"],
-            },
+            "seconds": reporting.seconds_section(seconds_total, self._seconds, stats),
             "checkpoint": None if self.checkpoints is None else self.checkpoints.facts(),
             "memory": reporting.memory_section(self.tables.groups[0].driver.most_bytes()),
             "data": self.data.counters(),
             "chosen": self.chosen + ([self._horizon_why] if self._horizon_why else []),
             "config": self.config.to_mapping(),
         }
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch's, NumPy's and Python's generators, whatever may draw from them: layers of one's own, loaders.
-    A resumed run gets the states that were saved."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
-def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlrm.EmbeddingBagCollection:
-    """One table a feature, all of one dim and optimizer, so one group and one cache."""
-    dim = config.arch_sparse_feature_size
-    rate = config.embedding_learning_rate or config.learning_rate
-    tables = [
-        cdlrm.Table(feature, rows, dim, pooling=config.pooling)
-        for feature, rows in zip(data.features, data.table_rows, strict=True)
-    ]
-    collection = cdlrm.EmbeddingBagCollection(
-        tables,
-        optimizer=TABLE_OPTIMIZERS[config.optimizer](lr=rate),
-        cache_rows="auto" if config.cache_rows is None else config.cache_rows,
-        cache_ratio=config.cache_ratio if config.cache_rows is None else None,
-        device=config.device,
-        store=config.store,
-        strict=config.strict,
-        seed=config.seed,
-        nonfinite=config.nonfinite,
-        progress=config.progress,
-        fresh_store=config.resume,  # the checkpoint says what the rows are
-    )
-    chosen.extend(collection.notes)
-    if config.cache_rows is None:
-        chosen.append(
-            f"cache: {collection.stats()['cache_rows']:,} rows, {100 * config.cache_ratio:g} % of all "
-            f"{sum(data.table_rows):,} (--cache-ratio; --cache-rows gives a number instead)."
-        )
-    reason = choose(config.device).reason
-    if reason not in chosen:
-        chosen.append(reason)
-    return collection
-
-
-def build_model(
-    config: TrainConfig, data: Datasets, tables: cdlrm.EmbeddingBagCollection, chosen: list[str]
-) -> DLRM:
-    """The DLRM over the tables, on their device; its bottom MLP must start with the number of dense columns."""
-    dim = config.arch_sparse_feature_size
-    if config.arch_mlp_bot is None:
-        bottom = [data.num_dense, 128, 64, dim]
-        chosen.append(
-            f"bottom MLP: {'-'.join(map(str, bottom))}, from the {data.num_dense} dense columns to dim {dim} "
-            "(--arch-mlp-bot)."
-        )
-    else:
-        bottom = dashed("--arch-mlp-bot", config.arch_mlp_bot)
-    if bottom[0] != data.num_dense:
-        raise ConfigError(
-            f"--arch-mlp-bot {config.arch_mlp_bot}: the data has {data.num_dense} dense columns, so it must start with "
-            f"{data.num_dense}."
-        )
-    model = DLRM(
-        tables,
-        features=len(data.features),
-        dim=dim,
-        mlp_bot=bottom,
-        mlp_top=dashed("--arch-mlp-top", config.arch_mlp_top),
-        interaction=config.arch_interaction_op,
-        interaction_itself=config.arch_interaction_itself,
-        seed=config.seed,
-    )
-    return model.to(tables.device)

@@ -1,4 +1,4 @@
-"""Point 8 for the module: refused in one sentence that names table or feature, position, value and bound."""
+"""Bad input to a module is refused in one sentence that names table or feature, position, value and bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is restored to the bit, what a crash leaves, what is refused (issue 3, point 5)."""
+"""Checkpoints: what is restored to the bit, what a crash leaves, what is refused."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cdlrm.arguments import write_json
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig, in_flags
+from cdlrm.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -245,3 +247,8 @@ def test_a_cache_that_is_too_small_is_told_in_flags(capsys: pytest.CaptureFixtur
     assert main(["train", *flags, "--num-batches", "2", "--no-progress", "--no-metrics"]) == 1
     err = capsys.readouterr().err
     assert "--cache-rows" in err and "cache_rows" not in err
+
+
+def test_json_that_cannot_be_written_is_one_sentence() -> None:
+    with pytest.raises(DataError, match=r"--json /dev/full: cannot be written \(No space left on device\)\."):
+        write_json("/dev/full", {"a": 1})

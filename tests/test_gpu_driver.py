@@ -55,7 +55,7 @@ def backend_of(ebc: Any) -> Any:
     return ebc.groups[0].driver.backend
 
 
-# --- point 2: no work that grows ---
+# --- no work that grows ---
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)

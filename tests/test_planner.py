@@ -149,7 +149,7 @@ def dedupe(trace: Sequence[Sequence[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_fills_equal_brute_force(depth: int, seed: int) -> None:
-    """Point 3: fills equal an independent MIN(d), one shard, full horizon, whenever the holds fit."""
+    """Fills equal an independent MIN(d), one shard, full horizon, whenever the holds fit."""
     rng = np.random.default_rng([depth, seed])
     for _ in range(60):
         rows = int(rng.integers(2, 10))

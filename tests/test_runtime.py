@@ -1,4 +1,4 @@
-"""Point 5, sentence by sentence: the look-ahead pipeline under good and bad company."""
+"""The look-ahead pipeline under good and bad company: equal bits, failures that are told, and no hang."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Source: Kwon and Rhu, "Training Personalized Recommendation Systems from (GPU) Scratch: Look Forward not Backwards",
 ISCA 2022, arXiv 2205.04702: six stages (load, plan, collect, exchange, insert, train) work on six batches at a time,
-and the plan stage may not evict what one of them uses.  (Only the abstract could be looked up for this file; the
-numbers are those of issue 5.)  A cache that does not hold six batches is too small for it; here the pins then give
-way, batches before first, and `pins_broken` counts how many rows lost theirs.
+and the plan stage may not evict what one of them uses.  (Only the abstract could be looked up for this file; that
+the six are 3 before, the planned one and 2 after was not.)  A cache that does not hold six batches is too small for
+it; here the pins then give way, batches before first, and `pins_broken` counts how many rows lost theirs.
 """
 
 from __future__ import annotations

@@ -11,7 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import add_common, add_settings, check_file, number_list, settings_of, whole
+from ..arguments import (
+    WORDS,
+    add_command,
+    add_common,
+    add_grid,
+    add_settings,
+    check_file,
+    given_settings,
+    number_list,
+    settings_of,
+    whole,
+)
 from ..config import TrainConfig, flag_of
 from ..errors import ConfigError
 
@@ -47,7 +58,6 @@ GRID_FLAGS: dict[str, tuple[type, str]] = {
     "prefetch_depth": (int, "batches whose rows may be copied ahead (default: 1)"),
     "policy": (str, "see above (default: lru min)"),
 }
-WORDS = {"horizon": ("auto",)}  # besides numbers
 
 
 def trace_fields() -> list[dataclasses.Field[Any]]:
@@ -66,18 +76,12 @@ def add_trace(data: Any) -> None:
 
 def add_simulate(commands: Any) -> None:
     """Register the command with the parser of the command line."""
-    parser = commands.add_parser(
-        "simulate",
-        usage="cdlrm simulate [flags]",
-        help="fills of caches of any size, horizon and policy, from ids alone",
-        description=ABOUT,
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(command=run_simulate, parser=parser)
+    parser = add_command(
+        commands, "simulate", run_simulate, about="fills of caches of any size, horizon and policy, from ids alone",
+        description=ABOUT, examples=EXAMPLES,
+    )  # fmt: skip
     grid = parser.add_argument_group("Grid", "each flag takes several values; every combination is simulated")
-    for name, (kind, text) in GRID_FLAGS.items():
-        metavar = "|".join([*WORDS.get(name, ()), {int: "N", float: "X", str: "NAME"}[kind]])
-        grid.add_argument(flag_of(name), nargs="+", metavar=metavar, default=argparse.SUPPRESS, help=text)
+    add_grid(grid, GRID_FLAGS)
     grid.add_argument(
         "--curve", type=str, default="0", metavar="N",
         help="also the whole miss-ratio curves of MIN(0) and of LRU without look-ahead, at N cache sizes (default: 0)",
@@ -157,7 +161,7 @@ def open_trace(
     """
     from .trace import FileTrace, SourceTrace
 
-    given = {f.name: getattr(found, f.name) for f in fields or trace_fields() if hasattr(found, f.name)}
+    given = given_settings(found, fields or trace_fields())
     if found.trace is None:
         config = TrainConfig.from_mapping(given)
         return config, SourceTrace(config)
@@ -186,7 +190,7 @@ class Bar:
 
 def record_bytes(config: TrainConfig) -> int:
     """Bytes that move with a row: float32 weights and optimizer state."""
-    from ..train import TABLE_OPTIMIZERS
+    from ..assemble import TABLE_OPTIMIZERS
 
     dim = config.arch_sparse_feature_size
     return 4 * (dim + TABLE_OPTIMIZERS[config.optimizer](lr=config.learning_rate).state_width(dim))

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import add_common, add_settings, check_file, number_list, settings_of, whole
+from ..arguments import (
+    add_command,
+    add_common,
+    add_settings,
+    check_file,
+    number_list,
+    quiet_openmp,
+    settings_of,
+    whole,
+    write_json,
+)
 from ..config import TrainConfig
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..simulate.command import Bar, add_trace, open_trace
 
 if TYPE_CHECKING:
@@ -57,14 +65,15 @@ def plan_fields() -> list[dataclasses.Field[Any]]:
 
 def add_plan(commands: Any) -> None:
     """Register `cdlrm plan` with the parser of the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        usage="cdlrm plan --gpu NAME | --profile FILE [flags]",
-        help="will it fit, how fast, which cache, what limits: a prediction for a GPU or this machine",
+        run_plan,
+        usage="--gpu NAME | --profile FILE [flags]",
+        about="will it fit, how fast, which cache, what limits: a prediction for a GPU or this machine",
         description=PLAN_ABOUT,
-        epilog=PLAN_EXAMPLES + "\nGPUs: " + _gpu_names() + "; cpu: this machine, measured now.\n",
+        examples=PLAN_EXAMPLES + "\nGPUs: " + _gpu_names() + "; cpu: this machine, measured now.\n",
     )
-    parser.set_defaults(command=run_plan, parser=parser)
     machine = parser.add_argument_group("Machine")
     machine.add_argument("--gpu", metavar="NAME", default=None, help="a GPU, see below, or cpu")
     machine.add_argument("--profile", metavar="FILE", default=None, help="a profile that `cdlrm calibrate` wrote")
@@ -85,14 +94,10 @@ def add_plan(commands: Any) -> None:
 
 def add_calibrate(commands: Any) -> None:
     """Register `cdlrm calibrate` with the parser of the command line."""
-    parser = commands.add_parser(
-        "calibrate",
-        usage="cdlrm calibrate [--out FILE]",
-        help="measure this machine for `cdlrm plan`",
-        description=CALIBRATE_ABOUT,
-        epilog=CALIBRATE_EXAMPLES,
-    )
-    parser.set_defaults(command=run_calibrate, parser=parser)
+    parser = add_command(
+        commands, "calibrate", run_calibrate, usage="[--out FILE]", about="measure this machine for `cdlrm plan`",
+        description=CALIBRATE_ABOUT, examples=CALIBRATE_EXAMPLES,
+    )  # fmt: skip
     parser.add_argument("--out", metavar="FILE", default="profile.json", help="the profile (default: profile.json)")
     add_common(parser)
 
@@ -116,7 +121,7 @@ def run_calibrate(found: argparse.Namespace) -> int:
 
 def _measure(shown: bool) -> Profile:
     """This machine's profile, with progress."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `cdlrm train` does, so that it is what will run
+    quiet_openmp()  # as `cdlrm train` does, so that it is what will run
     from .calibrate import calibrate
 
     with Bar(100, shown, "calibrate", " %") as bar:
@@ -194,7 +199,7 @@ def run_plan(found: argparse.Namespace) -> int:
         given = answer(question, sizes, bar.update)
     sys.stdout.write(render(given) + "\n")
     if found.json is not None:
-        _write(found.json, as_mapping(given))
+        write_json(found.json, as_mapping(given))
     return 0
 
 
@@ -331,10 +336,3 @@ def as_mapping(given: Answer) -> dict[str, Any]:
         "chosen": None if given.chosen is None else row(given.chosen),
         "advice": given.advice,
     }
-
-
-def _write(file: str, value: Any) -> None:
-    try:
-        Path(file).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--json {file}: cannot be written ({error.strerror}).") from error

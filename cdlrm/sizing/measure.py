@@ -14,10 +14,10 @@ import torch
 import cdlrm
 
 from ..ahead import Lookahead
+from ..assemble import TABLE_OPTIMIZERS
 from ..data.synthetic import SyntheticSource
 from ..driver.cpu_kernels import move_rows
 from ..model import DLRM
-from ..train import TABLE_OPTIMIZERS
 from .model import predict
 from .profiles import GB, Profile
 from .work import Moves, Shape

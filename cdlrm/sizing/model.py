@@ -75,9 +75,6 @@ class Prediction:
     def stall_share(self) -> float:
         return self.stall_seconds / self.step_seconds if self.step_seconds else 0.0
 
-    def seconds_of(self, resource: str) -> float:
-        return sum(stage.seconds for stage in self.stages if stage.resource == resource)
-
 
 def predict(
     profile: Profile, shape: Shape, batches: Sequence[Moves], depth: int, cache_rows: int | None, tf32: bool = False,

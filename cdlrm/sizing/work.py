@@ -60,7 +60,7 @@ class Shape:
 
 def shape_of(config: TrainConfig, features: int, num_dense: int) -> Shape:
     """The shape of `cdlrm train` with these settings on data of `features` tables and `num_dense` dense columns."""
-    from ..train import TABLE_OPTIMIZERS
+    from ..assemble import TABLE_OPTIMIZERS
 
     dim = config.arch_sparse_feature_size
     bottom = (num_dense, 128, 64, dim) if config.arch_mlp_bot is None else dashed("--arch-mlp-bot", config.arch_mlp_bot)

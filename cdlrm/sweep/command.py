@@ -5,12 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from ..arguments import add_common, add_settings, check_file, number_list, settings_of, whole
+from ..arguments import (
+    WORDS,
+    add_command,
+    add_common,
+    add_grid,
+    add_settings,
+    check_file,
+    given_settings,
+    number_list,
+    quiet_openmp,
+    settings_of,
+    whole,
+)
 from ..config import flag_of
 from ..errors import ConfigError
 from ..simulate.command import SHORTENED
@@ -53,18 +64,12 @@ def other_fields() -> list[dataclasses.Field[Any]]:
 
 def add_sweep(commands: Any) -> None:
     """Register the command with the parser of the command line."""
-    parser = commands.add_parser(
-        "sweep",
-        usage="cdlrm sweep [flags]",
-        help="many runs over cache sizes, horizons and prefetch depths, with figures",
-        description=ABOUT,
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(command=run_sweep, parser=parser)
+    parser = add_command(
+        commands, "sweep", run_sweep, about="many runs over cache sizes, horizons and prefetch depths, with figures",
+        description=ABOUT, examples=EXAMPLES,
+    )  # fmt: skip
     grid = parser.add_argument_group("Grid", "each flag takes several values; every combination is a run")
-    for name, (kind, text) in GRID.items():
-        metavar = "auto|N" if name == "horizon" else "X" if kind is float else "N"
-        grid.add_argument(flag_of(name), nargs="+", metavar=metavar, default=argparse.SUPPRESS, help=text)
+    add_grid(grid, GRID)
     grid.add_argument("--repeats", metavar="N", default="1", help="runs of each; figures show the least (default: 1)")
     grid.add_argument("--simulate", action="store_true", help="count fills from ids alone, without training")
     output = parser.add_argument_group("Output")
@@ -84,23 +89,22 @@ def _swept(found: argparse.Namespace) -> dict[str, list[Any]]:
         if name in given:
             words = given[name]
             tied = [TIED] if name == "prefetch_depth" and TIED in words else []
-            others = ("auto",) if name == "horizon" else ()
-            swept[name] = number_list(flag_of(name), GRID[name][0], [w for w in words if w not in tied], others) + tied
+            numbers = [word for word in words if word not in tied]
+            swept[name] = number_list(flag_of(name), GRID[name][0], numbers, WORDS.get(name, ())) + tied
     return swept
 
 
 def run_sweep(found: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `cdlrm train`: spinning threads take the cores
+    quiet_openmp()
     from .run import Appender, Stopped, simulate_points, train_points
 
-    given = vars(found)
     repeats = whole("--repeats", found.repeats, 1) or 1
     if found.figure_format not in ("png", "svg"):
         raise ConfigError(f"--figure-format {found.figure_format}: expected png or svg.")
     if found.simulate and repeats > 1:
         raise ConfigError("--repeats with --simulate: counts do not vary; leave --repeats out.")
-    base = {f.name: given[f.name] for f in other_fields() if f.name in given}
+    base = given_settings(found, other_fields())
     points = make_points(base, _swept(found), repeats=repeats, mode="simulate" if found.simulate else "train")
     check_file("--out", found.out)
     _check_figures(found.figures)

@@ -1,0 +1,151 @@
+"""A rehearsal: some batches of a run, trained and evaluated on tables cut to SMALL_ROWS rows: for `--dry-run`.
+
+What does not grow with the tables is measured by it, and what start-up takes on a part of the tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cdlrm
+
+from . import report as reporting
+from .assemble import TABLE_OPTIMIZERS
+from .config import TrainConfig
+from .data import Batch, Source
+from .datasets import Datasets, open_datasets
+from .driver.base import Driver
+from .driver.choose import choose
+from .horizon import LEAST_HORIZON, horizon_for
+from .memory_parts import Layout
+from .memory_use import REHEARSED_BATCHES
+from .train import Trainer
+
+SMALL_ROWS = 512
+TEST_BATCHES = 32
+START_ROWS, START_PINNED = 1 << 16, 64 << 20  # what start-up is measured on
+
+
+class Cut:
+    """A source whose ids are taken modulo SMALL_ROWS, so that small tables will do; at most `limit` batches."""
+
+    def __init__(self, source: Source, rows: list[int], limit: int) -> None:
+        self._source, self._rows, self._limit = source, dict(zip(source.features, rows, strict=True)), limit
+        self.largest = self.largest_cut = 0  # distinct rows of a batch, as they are and as they are cut
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self._source):
+            if number == self._limit:
+                return
+            distinct = sum(int(jagged.values.unique().numel()) for jagged in batch.sparse.values())
+            self.largest = max(self.largest, distinct)
+            for name, jagged in batch.sparse.items():
+                jagged.values.remainder_(self._rows[name])
+            cut = sum(int(jagged.values.unique().numel()) for jagged in batch.sparse.values())
+            self.largest_cut = max(self.largest_cut, cut)
+            yield batch
+
+
+def rehearsed_slots(small: Layout) -> int:
+    """Slots of the rehearsal's cache."""
+    return small.total_rows if small.resident else max(small.total_rows - 1, 1)
+
+
+def horizon_of(config: TrainConfig, layout: Layout) -> int:
+    """As `cdlrm.horizon` decides by the first batch."""
+    if isinstance(config.horizon, int):
+        return config.horizon
+    if layout.resident:
+        return LEAST_HORIZON
+    for batch in open_datasets(config, []).train:
+        return horizon_for(layout.slots, sum(int(jagged.values.unique().numel()) for jagged in batch.sparse.values()))
+    return LEAST_HORIZON
+
+
+@dataclasses.dataclass
+class Peak:
+    """Of a rehearsal: host memory, and where the device has memory of its own that and pinned memory; its `driver`."""
+
+    host: int
+    notes: list[str]  # the first about the device
+    device: int = 0
+    pinned: int = 0
+    driver: Driver | None = None
+    read_only: int = 0  # distinct rows of the largest evaluated batch
+    read_only_cut: int = 0  # and of the largest one of the rehearsal
+
+
+def rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
+    """Peak memory after training and evaluating some batches on small tables."""
+    assert isinstance(config.horizon, int)
+    steps = min(config.horizon + config.prefetch_depth + 16, REHEARSED_BATCHES)
+    test = None if data.test is None else Cut(data.test, small.rows, TEST_BATCHES)
+    cut = Datasets(
+        Cut(data.train, small.rows, steps),  # type: ignore[arg-type]
+        test,  # type: ignore[arg-type]
+        data.features, data.num_dense, small.rows,
+    )  # fmt: skip
+    log, level = logging.getLogger("cdlrm"), logging.getLogger("cdlrm").level
+    with tempfile.TemporaryDirectory(prefix="cdlrm-dry-run-") as folder:
+        settings = dataclasses.replace(
+            config, nepochs=1, test_freq=None, resume=False, logdir=None,
+            cache_rows=rehearsed_slots(small),
+            store=f"file:{Path(folder) / 'tables'}" if small.in_file else "ram",
+            checkpoint_dir=str(Path(folder) / "kept") if config.checkpoint_dir else None, strict=False,
+        )  # fmt: skip
+        log.setLevel(logging.ERROR)  # the small cache may have to grow
+        try:
+            with Trainer(settings, data=cut) as trainer:
+                trainer.run()
+                driver = trainer.tables.groups[0].driver
+                most = driver.most_bytes()
+        finally:
+            log.setLevel(level)
+    told = [note for note in driver.notes() if not note.startswith("tables:")]  # which are small here
+    peak = Peak(reporting.peak_memory_bytes(), list(dict.fromkeys([choose(config.device).reason, *told])))
+    if most is not None:
+        peak.device, peak.pinned = most
+        peak.driver = driver
+        if test is not None and config.metrics:
+            peak.read_only, peak.read_only_cut = test.largest, test.largest_cut
+    return peak
+
+
+def start_seconds(config: TrainConfig, layout: Layout) -> dict[str, float]:
+    """Seconds before the first step, by what takes them: rates measured here, on a part of the tables."""
+    seconds: dict[str, float] = {}
+    if not (layout.resident or layout.pinned):
+        return seconds
+    rows, dim = min(layout.total_rows, START_ROWS), layout.weight_bytes // 4
+    began = time.perf_counter()
+    tables = cdlrm.EmbeddingBagCollection(
+        [cdlrm.Table("rows", rows, dim)], cache_ratio=1.0, device=config.device, progress=False,
+        optimizer=TABLE_OPTIMIZERS[config.optimizer](lr=1.0),
+    )  # fmt: skip
+    group = tables.groups[0]
+    if not group.in_place:
+        for _ in range(2):  # the first compiles kernels
+            began = time.perf_counter()
+            group.cache.refresh()  # as rows are filled at the start
+            with torch.no_grad():
+                tables({"rows": torch.zeros(1, dtype=torch.int64, device="cpu")}).cpu()
+    filling = time.perf_counter() - began
+    if layout.resident:
+        seconds["filling the resident rows"] = filling * layout.total_rows / rows
+    if layout.pinned:
+        pinning = group.driver.seconds_to_pin(START_PINNED)
+        size = layout.total_rows * layout.record_bytes
+        seconds[f"pinning the tables, at {START_PINNED / 1e9 / pinning:.1f} GB/s"] = pinning * size / START_PINNED
+    tables.close()
+    return seconds
