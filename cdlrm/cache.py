@@ -172,7 +172,10 @@ class Cache:
             return
         slots = np.flatnonzero(self.dirty).astype(np.int32)
         try:
-            self._write(self.slot_row[slots], slots)
+            if slots.size:
+                self._write(self.slot_row[slots], slots)
+            else:  # rows that a plan evicted may still be on their way home
+                self.records.write(self.slot_row[slots], slots)
         except DeviceError as error:
             self.lost = error.sticky
             if not error.sticky:

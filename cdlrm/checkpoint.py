@@ -9,6 +9,7 @@ shards, store or grouping of tables, so it can be loaded with others, and the ru
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from torch import nn
 
 from .ahead import Lookahead
 from .checkpoint_files import Packer, Parts, PartWriter, find_checkpoint, unpack, write_checkpoint
+from .checkpoint_links import link_unchanged, rebase
 from .checkpoint_tables import (
     SavedTable,
     SavedTables,
@@ -60,6 +62,8 @@ def save(
 
     Inside a loop call it after the batch's backward and optimizer steps; the run is not disturbed.  Needs about
     100 MB beside the model, whatever the tables' size.  A crash at any moment leaves the last complete checkpoint.
+    Parts of tables (16 MiB) in which no row has changed since the newest checkpoint of `directory` are not written
+    again if this model (or its file store) wrote or loaded that one last: both folders then have the same file.
     Raises DataError when the files cannot be written, UsageError when the batch is not trained yet, ConfigError for
     settings and values that cannot be saved.
     """
@@ -73,23 +77,29 @@ def save(
     for group in groups:
         _require_settled(group)
         group.flush()
+    identity = secrets.token_hex(16)
+    writes = {group: group.store.writes for group in groups}
 
     def fill(folder: Path) -> None:
         writer = PartWriter(folder)
         packer = Packer(writer)
+        linked = link_unchanged(writer, folder.parent, tables)
         content = {
+            "id": identity,
             "extra": packer.pack(extra, "extra"),
             "loader": packer.pack(position, "loader"),
             "optimizers": [packer.pack(each.state_dict(), f"optimizers/{i}") for i, each in enumerate(listed)],
             "random": packer.pack(_random_state(), "random"),
             "model": packer.pack(_dense_state(model), "model"),
-            "tables": [asdict(write_table(writer, name, *place)) for name, place in tables.items()],
+            "tables": [asdict(write_table(writer, name, *place, linked[name])) for name, place in tables.items()],
         }
         for entry in content["tables"]:
             entry["hyper"] = packer.pack(entry["hyper"], f"hyper/{entry['name']}")
         writer.finish(content)
 
-    return write_checkpoint(Path(directory), keep, fill)
+    folder = write_checkpoint(Path(directory), keep, fill)
+    rebase(identity, tables, writes)
+    return folder
 
 
 def load(directory: str | Path, model: nn.Module, *, optimizers: Any = (), loader: Any = None) -> dict[str, Any]:
@@ -323,6 +333,7 @@ def _restore_tables(
             group.hyper.update(values)
             if not group.in_place:
                 group.cache.refresh()
+        rebase(parts.content.get("id"), tables)
 
 
 def _random_state() -> dict[str, Any]:

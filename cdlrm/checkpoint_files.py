@@ -1,6 +1,7 @@
 """The files of a checkpoint: written beside, made durable, renamed; read only after their checksums agree.
 
-    DIR/checkpoint-000007/           complete: a folder gets this name by one rename, when all of it is on the disk
+    DIR/checkpoint-000007/           complete: a folder gets this name by one rename, when all of it is on the disk;
+                                     its parts are never written again, since other checkpoints may share them
         part-00000.safetensors …     tensors, at most PART_BYTES a file (a larger single tensor has a file of its own)
         manifest.json                written last: files with sizes and checksums, every tensor's file, shape and
                                      dtype, and everything that is not a tensor
@@ -16,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -33,8 +35,10 @@ from torch import Tensor
 
 from .errors import ConfigError, DataError, UsageError
 
+log = logging.getLogger("cdlrm")
 FORMAT, VERSION = "cdlrm checkpoint", 1
 PART_BYTES = 16 << 20  # what loading holds is some ten times this, with what malloc keeps
+ENTRY_BYTES = 100  # of a tensor in a part's header
 READ_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
@@ -169,7 +173,7 @@ class PartWriter:
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Write `tensors` (contiguous, on the CPU, not changed any more) into one part, sooner or later."""
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        size = sum(tensor.nbytes + ENTRY_BYTES for tensor in tensors.values())
         if self._waiting and self._bytes + size > PART_BYTES:
             self._write()
         for name, tensor in tensors.items():
@@ -187,6 +191,24 @@ class PartWriter:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leave the page cache to the training
         self._waiting, self._bytes = {}, 0
+
+    def link(self, earlier: Parts, number: int, tensors: list[str]) -> bool:
+        """Take part `number` of another checkpoint, which holds `tensors`; False where that is not possible."""
+        assert not self._waiting  # its number is taken
+        entry = earlier.content["files"][number]
+        path = self.folder / f"part-{len(self.files):05d}.safetensors"
+        try:
+            os.link(earlier.folder / entry["name"], path)
+            if path.stat().st_size != entry["bytes"]:
+                path.unlink()
+                return False
+        except OSError as error:
+            log.info("%s: no link to it can be made (%s); it is written again.", earlier.folder / entry["name"], error)
+            return False
+        for name in tensors:
+            self.tensors[name] = {**earlier.content["tensors"][name], "file": len(self.files)}
+        self.files.append({**entry, "name": path.name})
+        return True
 
     def finish(self, content: dict[str, Any]) -> None:
         if self._waiting:

@@ -8,7 +8,7 @@ the user's own function is written whole.  Nothing here holds more than a few pi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from .initial import Initializer
 from .normal import Normal
 
 BLOCK_ROWS = 1 << 16  # rows that a store is asked for at once
-SCAN_ROWS = 1 << 18  # rows whose trained bits are looked at together
 ROW_BYTES = 8  # a row's number
 
 
@@ -32,8 +31,9 @@ ROW_BYTES = 8  # a row's number
 class SavedTable:
     """A table's entry in the manifest.
 
-    `pieces`: [lo, hi) table rows each, together all rows; a piece's tensors are named `tables/NAME/LO/…`: `weight`
-    float32 [n, dim], the optimizer's state by torch's names float32 [n, .], and, unless n = hi - lo, `rows` int64 [n].
+    `pieces`: [lo, hi) table rows each, ascending, together all rows; a piece's tensors are named `tables/NAME/LO/…`:
+    `weight` float32 [n, dim], the optimizer's state by torch's names float32 [n, .], and, unless n = hi - lo, `rows`
+    int64 [n].
     """
 
     name: str
@@ -123,15 +123,25 @@ def _initializer(generator: dict[str, Any], rows: int, dim: int) -> Initializer:
 # --- writing ---
 
 
-def write_table(writer: PartWriter, name: str, group: Group, number: int) -> SavedTable:
-    """Write the trained rows of a table whose group was flushed; its entry for the manifest."""
+def write_table(writer: PartWriter, name: str, group: Group, number: int, linked: Collection[int] = ()) -> SavedTable:
+    """Write the trained rows of a table whose group was flushed, except the pieces that begin at `linked` rows, which
+    `writer` has already; its entry for the manifest."""
     saved = describe(name, group, number)
-    bits = None if saved.generator is None else getattr(group.store, "trained", None)
+    bits = None if saved.generator is None else group.store.trained
     base = int(group.bases[number])
-    limit = max(PART_BYTES // (group.store.record_bytes + ROW_BYTES), 1)
-    for lo, hi, rows in _pieces(bits, base, base + saved.rows, limit):
-        _write_piece(writer, saved, group, base, rows, lo - base, hi - base)
+    for lo, hi in piece_ranges(group, saved.rows):
+        if lo not in linked:
+            _write_piece(writer, saved, group, base, marked(bits, base + lo, base + hi), lo, hi)
+        saved.pieces.append([lo, hi])
     return saved
+
+
+def piece_ranges(group: Group, rows: int) -> Iterator[tuple[int, int]]:
+    """[lo, hi) of each piece of a table: no more than a part takes if all of it is trained, so that it is the same
+    in each checkpoint."""
+    most = max(PART_BYTES // (group.store.record_bytes + ROW_BYTES), 1)
+    for lo in range(0, rows, most):
+        yield lo, min(lo + most, rows)
 
 
 def _write_piece(
@@ -145,27 +155,9 @@ def _write_piece(
         tensors["rows"] = torch.from_numpy(rows - base)
     del weight, state  # not beside a part that is written now
     writer.add({f"tables/{saved.name}/{lo}/{key}": tensor for key, tensor in tensors.items()})
-    saved.pieces.append([lo, hi])
 
 
-def _pieces(bits: np.ndarray | None, lo: int, hi: int, limit: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Ranges that cover the group rows [lo, hi), and in each at most `limit` rows to write, ascending."""
-    first, rows, count = lo, [np.empty(0, np.int64)], 0
-    for at in range(lo, hi, SCAN_ROWS):
-        chosen = _marked(bits, at, min(at + SCAN_ROWS, hi))
-        while count + chosen.size >= limit:
-            rows.append(chosen[: limit - count])
-            last = int(rows[-1][-1]) + 1
-            yield first, last, np.concatenate(rows)
-            chosen = chosen[limit - count :]
-            first, rows, count = last, [np.empty(0, np.int64)], 0
-        rows.append(chosen)
-        count += chosen.size
-    if first < hi:
-        yield first, hi, np.concatenate(rows)
-
-
-def _marked(bits: np.ndarray | None, lo: int, hi: int) -> np.ndarray:
+def marked(bits: np.ndarray | None, lo: int, hi: int) -> np.ndarray:
     """Rows of [lo, hi) whose bit is set (None: all), int64."""
     if bits is None:
         return np.arange(lo, hi, dtype=np.int64)
@@ -214,7 +206,7 @@ def restore_table(parts: Parts, saved: SavedTable, group: Group, number: int) ->
     """Give every row of a table its saved record.  The group was flushed, its cache is paused and refreshed later."""
     base = int(group.bases[number])
     same = saved.generator is not None and saved.generator == _generator(group, number)
-    bits = getattr(group.store, "trained", None) if same else None
+    bits = group.store.trained if same else None
     for lo, hi in saved.pieces:
         _restore_piece(parts, saved, group, base, bits, lo, hi)
     group.set_table_steps(number, saved.steps)
@@ -242,7 +234,7 @@ def _reset(
     for at in range(lo, hi, BLOCK_ROWS):
         stop = min(at + BLOCK_ROWS, hi)
         first, last = np.searchsorted(written, (at, stop))
-        rows = np.setdiff1d(_marked(bits, at + base, stop + base) - base, written[first:last], assume_unique=True)
+        rows = np.setdiff1d(marked(bits, at + base, stop + base) - base, written[first:last], assume_unique=True)
         if rows.size:
             weight = np.empty((rows.size, group.dim), np.float32)
             initializer.rows(weight, None, rows)

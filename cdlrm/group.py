@@ -420,12 +420,12 @@ class Group:
             segments = self.driver.host.build_segments(slots, self._scratch())
             segments.seg_row = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
         self.updates += 1
-        self.records.update(Update(self.optimizer, self.lr, calls, segments, plan, list(verdicts)))
-        if self.in_place:
+        if self.in_place:  # before: an interrupt behind the update must not leave rows unmarked
             assert isinstance(self.store, RamStore)
             self.store.mark(segments.seg_slot)
         else:
             self.cache.mark_dirty(segments.seg_slot)
+        self.records.update(Update(self.optimizer, self.lr, calls, segments, plan, list(verdicts)))
         self.counts.seconds_update += time.perf_counter() - started
 
     def _scratch(self) -> np.ndarray:

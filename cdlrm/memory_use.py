@@ -40,7 +40,7 @@ def count(source: Source, rows: list[int]) -> Use:
             complete = False
             break
         ids = np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
-        bits.mark(trained, trained, ids)
+        bits.mark(trained, ids)
         if batches < REHEARSED_BATCHES:  # the largest of some is near the largest of all
             hits = np.unique(ids, return_counts=True)[1]
             largest, lookups = max(largest, hits.size), max(lookups, ids.size)

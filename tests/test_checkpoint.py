@@ -200,7 +200,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces and part files although the tables are small."""
     for module in (checkpoint_files, checkpoint_tables):
         monkeypatch.setattr(module, "PART_BYTES", 4096)
-    monkeypatch.setattr(checkpoint_tables, "SCAN_ROWS", 100)
     monkeypatch.setattr(checkpoint_tables, "BLOCK_ROWS", 30)
 
 

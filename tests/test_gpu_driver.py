@@ -486,3 +486,18 @@ def test_factors_and_sums_grow_without_a_wait(monkeypatch: Any) -> None:
     assert backend_of(ebc).traffic.synchronizations["growth"] == waits
     same_tables(ebc, oracle, "end")
     ebc.close()
+
+
+@pytest.mark.parametrize("driver", ["staged_driver", "zero_copy_driver"])
+def test_a_flush_waits_for_evicted_rows_when_nothing_is_dirty(driver: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Emulated, "driver", getattr(Emulated, driver))
+    use(monkeypatch)
+    ebc = cdlrm.EmbeddingBagCollection(
+        [cdlrm.Table("a", 100, 4)], optimizer=cdlrm.SGD(lr=1.0), cache_rows=10, device="cpu"
+    )
+    before = ebc.table_weight("a")
+    ebc({"a": torch.arange(10)}).sum().backward()
+    out = ebc({"a": torch.arange(10, 20)})  # all of the first rows go home
+    del out
+    assert torch.equal(ebc.table_weight("a")[:10], before[:10] - 1)
+    ebc.close()

@@ -32,7 +32,8 @@ class Store(Protocol):
     initial_state: np.float32
     initializer: Initializer
     trained: np.ndarray  # one bit a row, packed: was ever trained
-    changed: np.ndarray  # one bit a row, packed: was trained since the last save
+    changed: np.ndarray  # one bit a row, packed: may differ from what the checkpoint `saved["base"]` has
+    writes: int  # how often records were written
 
     @property
     def record_bytes(self) -> int: ...
@@ -55,6 +56,10 @@ class Store(Protocol):
 
     def remember(self, key: str, value: object) -> None:
         """Keep a small JSON value with the records; `saved` has what was kept when the store was opened."""
+
+    def clear_changed(self, base: Any) -> None:
+        """The checkpoint `base` (a JSON value, kept as `saved["base"]`; None: no known one) has every record as it is
+        now."""
 
     def flush(self) -> None:
         """Make what was written durable, where that means anything."""

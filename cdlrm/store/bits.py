@@ -9,13 +9,11 @@ _jit = nb.njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_jit
-def mark(bits, more, rows):
-    """Set the bit of every row of `rows int [n]` in `bits` and in `more`, uint8 [ceil(N/8)]."""
+def mark(bits, rows):
+    """Set the bit of every row of `rows int [n]` in `bits uint8 [ceil(N/8)]`."""
     for i in range(rows.size):
         r = np.int64(rows[i])
-        bit = np.uint8(1 << (r & 7))
-        bits[r >> 3] |= bit
-        more[r >> 3] |= bit
+        bits[r >> 3] |= np.uint8(1 << (r & 7))
 
 
 @_jit

@@ -82,6 +82,7 @@ class FileStore:
             self._files.release()
             raise
         self.saved: dict[str, Any] = dict(self._files.saved)
+        self.writes = 0
         self._unsaved = False  # bits or records that the last flush does not hold
         self._piece_rows = max(1, PIECE_BYTES // self.record_bytes)
         self._uncached_bytes = 0
@@ -118,12 +119,10 @@ class FileStore:
             return
         self._files.mark_open()
         self._unsaved = True
+        self.writes += 1
+        bits.mark(self.changed, rows)  # before: a write that fails may have changed some
         self._write_stored(*_ascending(rows, index), weight, state)
-        self.mark(rows)
-
-    def mark(self, rows: np.ndarray) -> None:
-        """The records of `rows` are in the file."""
-        bits.mark(self.trained, self.changed, rows)
+        bits.mark(self.trained, rows)
 
     def _read_stored(self, rows: np.ndarray, index: np.ndarray, weight: np.ndarray, state: np.ndarray) -> None:
         first, block, count = self._cut(rows, share=True)
@@ -279,12 +278,14 @@ class FileStore:
             self._unsaved = True
             self.saved[key] = value
 
-    def clear_changed(self) -> None:
-        """Forget which rows were written (a checkpoint has them)."""
+    def clear_changed(self, base: Any) -> None:
+        """The checkpoint `base` (a JSON value, kept as `saved["base"]`; None: no known one) has every record as it is
+        now.  Until the next flush the folder keeps the bits and the base of the last one, which are as true."""
         self._require_open()
-        self._files.mark_open()
         self._unsaved = True
+        self.saved.pop("base", None)  # whatever interrupts this, bits are never relative to another checkpoint
         self.changed[:] = 0
+        self.saved["base"] = base
 
     def _sync(self) -> None:
         try:

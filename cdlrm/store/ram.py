@@ -55,8 +55,8 @@ class RamStore:
     """Home of the records of `num_rows` rows: weights float32 [N, D] and state float32 [N, S], as two arrays or
     (where the driver wants it) as two views of one whose rows are padded records.
 
-    `trained` and `changed` are one bit a row: ever written by training (or loading), and written
-    since the bit was last cleared (by a checkpoint).
+    `trained` and `changed` are one bit a row: ever written by training (or loading), and written since
+    `clear_changed`.  `changed` is set before a record is written, so that an interrupt leaves none unmarked.
     """
 
     kind = "ram"
@@ -78,6 +78,7 @@ class RamStore:
             self.weight, self.state = (memory.array for memory in self._memory)
         self.trained = np.zeros(-(-num_rows // 8), np.uint8)
         self.changed = np.zeros(-(-num_rows // 8), np.uint8)
+        self.writes = 0
         self.saved: dict[str, Any] = {}
         self._complete = False
 
@@ -108,14 +109,20 @@ class RamStore:
 
     def write(self, rows: np.ndarray, weight: np.ndarray, state: np.ndarray, index: np.ndarray) -> None:
         """Store `weight[index]`, `state[index]` as the records of the distinct `rows int64 [n]`."""
+        self._mark_changed(rows)
         self.driver.host.copy_rows(self.weight, rows, weight, index)
         if self.state_width:
             self.driver.host.copy_rows(self.state, rows, state, index)
-        self.mark(rows)
+        bits.mark(self.trained, rows)
 
     def mark(self, rows: np.ndarray) -> None:
-        """The records of `rows` were trained in place."""
-        bits.mark(self.trained, self.changed, rows)
+        """The records of `rows` are written in place."""
+        self._mark_changed(rows)
+        bits.mark(self.trained, rows)
+
+    def _mark_changed(self, rows: np.ndarray) -> None:
+        self.writes += 1
+        bits.mark(self.changed, rows)
 
     def make_resident(self) -> None:
         """Generate every row that was never trained, so that `weight` and `state` hold the whole table."""
@@ -153,14 +160,20 @@ class RamStore:
             stop = min(at + PIECE_ROWS, hi)
             if not self._complete:
                 self._complete_range(at, stop)
+            self.mark(np.arange(at, stop, dtype=np.int64))
             if weight is not None:
                 self.weight[at:stop] = weight[at - lo : stop - lo]
             if state is not None and self.state_width:
                 self.state[at:stop] = state[at - lo : stop - lo]
-            self.mark(np.arange(at, stop, dtype=np.int64))
 
     def remember(self, key: str, value: object) -> None:
         """Nothing outlives the process."""
+
+    def clear_changed(self, base: Any) -> None:
+        """The checkpoint `base` (None: no known one) has every record as it is now."""
+        self.saved.pop("base", None)  # whatever interrupts this, bits are never relative to another checkpoint
+        self.changed[:] = 0
+        self.saved["base"] = base
 
     def flush(self) -> None:
         """Memory is as durable as it gets."""
