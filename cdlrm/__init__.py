@@ -14,8 +14,9 @@ Where things are, in the order in which a batch meets them (words: README and th
     driver/base                 the seam: `Driver` a device, `Records` the records of a group on it
     driver/cpu*, intrinsics     the CPU: numba kernels
     driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts, held, foretell
-                                the GPU: what goes there with a plan, how rows travel, launches of the kernels in cuda/,
-                                memory that outlives its owner, bytes foretold
+                                the GPU: its records' memory, order of streams, transfers and kernels; what goes there
+                                with a plan, how rows travel, launches of the kernels in cuda/, memory that outlives
+                                its owner, bytes foretold
     driver/backend, cuda, cubin, pinned, signatures, sources, calibrate, choose
                                 what a GPU must offer; CuPy's; compiling, pinning, choosing
     initial, normal             initial values

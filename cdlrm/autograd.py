@@ -115,7 +115,7 @@ class _PooledLookup(torch.autograd.Function):
             assert each.call is not None
             group = each.group
             group.scaler_known = ctx.module.grad_scaler is not None
-            each.call.owner, each.call.weights = ctx.module, each.lookups.weights
+            each.call.owner = ctx.module
             group.records.take_gradient(each.call, matrix, keep=group.deferred is not None)
             group.receive(each.call, verdict, ctx.learns)
         if ctx.learns:

@@ -272,12 +272,13 @@ def merged_rows(calls: Sequence[Lookups]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def merged_weights(weights: Sequence[np.ndarray | None], calls: Sequence[Lookups]) -> np.ndarray | None:
-    """Per-sample weights float32 [L] of several calls (1.0 for calls that have none; None: no call has)."""
-    if len(calls) == 1 or all(own is None for own in weights):
-        return weights[0] if weights else None
-    every = zip(weights, calls, strict=True)
-    return np.concatenate([np.ones(c.rows.size, np.float32) if own is None else own for own, c in every])
+def merged_weights(calls: Sequence[Lookups]) -> np.ndarray | None:
+    """Per-sample weights float32 [L] of the lookups of several calls (1.0 for calls that have none; None: no call
+    has)."""
+    if len(calls) == 1 or all(call.weights is None for call in calls):
+        return calls[0].weights if calls else None
+    every = [np.ones(call.rows.size, np.float32) if call.weights is None else call.weights for call in calls]
+    return np.concatenate(every)
 
 
 def used_tables(calls: Sequence[Lookups], bases: np.ndarray) -> np.ndarray:

@@ -102,7 +102,7 @@ class CpuDriver(Driver):
         rows, inverse = np.unique(np.concatenate([call.lookups.rows for call in calls]), return_inverse=True)
         segments = self.build_segments(inverse.astype(np.int32), self.new_stamps(len(rows)))
         lookups = [call.lookups for call in calls]
-        weights = merged_weights([call.weights for call in calls], lookups)
+        weights = merged_weights(lookups)
         sums, none = np.zeros((len(rows), dim), np.float32), np.empty((len(rows), 0), np.float32)
         self.update(optim.SGD(lr=0.0), -1.0, sums, none, segments, merged_rows(lookups), stacked(calls), weights)
         return float(np.einsum("ij,ij->", sums, sums, dtype=np.float64))

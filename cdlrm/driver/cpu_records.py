@@ -76,7 +76,7 @@ class CpuRecords(Records):
 
     def update(self, update: Update) -> None:
         calls = [call.lookups for call in update.calls]
-        weights = merged_weights([call.weights for call in update.calls], calls)
+        weights = merged_weights(calls)
         segments, step_sizes = update.segments, None
         if isinstance(update.optimizer, Adam):
             assert segments.seg_row is not None

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..lookups import Lookups
+from ..plan.kernels import tables_of
 from . import signatures
-from .base import Segments
+from .base import Segments, merged_rows, used_tables
 from .staging import Layout
 
 
@@ -28,6 +29,12 @@ def add_gradient_source(layout: Layout, calls: Sequence[Lookups], lookup_row: np
         layout.add("lookup_row", lookup_row, np.int32)
     if not divided and any(call.starts is not None and call.mean.any() for call in calls):
         layout.add("divisor", np.concatenate([divisors(call) for call in calls]), np.float32)
+
+
+def add_weights(layout: Layout, weights: np.ndarray | None) -> None:
+    """Per-sample weights float32 [L], if there are any."""
+    if weights is not None:
+        layout.add("weights", weights, np.float32)
 
 
 def needs_lookup_rows(calls: Sequence[Lookups]) -> bool:
@@ -69,3 +76,28 @@ def add_segments(layout: Layout, segments: Segments) -> Long:
     stop = np.repeat(segments.seg_start[long_rows + 1], counts)
     layout.add("chunk_stop", np.minimum(start + signatures.LONG_ROW, stop), np.int32)
     return Long(int(long_rows.size), int(first[-1]))
+
+
+def add_update(
+    layout: Layout, segments: Segments, calls: Sequence[Lookups], weights: np.ndarray | None, divided: bool,
+    bases: np.ndarray | None = None,
+) -> Long:  # fmt: skip
+    """What the update of `calls` reads besides the inputs of the first.  `bases`: first group row of each table, for
+    formulas that count steps (None: this one does not)."""
+    long = add_segments(layout, segments)
+    add_gradient_source(layout, calls, merged_rows(calls), divided)
+    add_weights(layout, weights)
+    if bases is not None:
+        _add_tables(layout, segments, calls, bases)
+    return long
+
+
+def _add_tables(layout: Layout, segments: Segments, calls: Sequence[Lookups], bases: np.ndarray) -> None:
+    """Each row's table, and which tables are used."""
+    assert segments.seg_row is not None
+    tables = len(bases) - 1
+    seg_table, used = np.empty(segments.seg_row.size, np.int32), np.zeros(tables, np.uint8)
+    tables_of(segments.seg_row, bases, seg_table, np.zeros(tables, np.int64))
+    used[used_tables(calls, bases)] = 1
+    layout.add("seg_table", seg_table, np.int32)
+    layout.add("used", used, np.uint8)
