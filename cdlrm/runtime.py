@@ -46,7 +46,7 @@ class Work:
 
     index: int
     batch: Any
-    calls: dict[Group, list[Lookups]]
+    lookups: dict[Group, list[Lookups]]  # of each of its calls
     state: Any  # of the loader after this batch
     nbytes: int
     plans: dict[Group, Plan] = field(default_factory=dict)
@@ -93,10 +93,10 @@ class Reader:
             self.reading = False
             line.seconds_read += time.perf_counter() - started
         state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
-        calls = self.announce(batch)
-        size = int(getattr(batch, "nbytes", 0)) + sum(c.nbytes for each in calls.values() for c in each)
+        lookups = self.announce(batch)
+        size = int(getattr(batch, "nbytes", 0)) + sum(one.nbytes for each in lookups.values() for one in each)
         with line.lock:
-            line.to_scan.append(Work(line.read, batch, calls, state, size))
+            line.to_scan.append(Work(line.read, batch, lookups, state, size))
             line.bytes_in_flight += size
             line.read += 1
         return True
@@ -134,7 +134,7 @@ class PlannerStage:
     def _scan(self) -> bool:
         work = self.line.to_scan[0]
         for group in self.line.groups:
-            group.announce(work.calls.get(group, []))
+            group.announce(work.lookups.get(group, []))
         if self.line.chooser is not None:
             self.line.look_as_far_as(self.line.chooser.scanned(work.nbytes))
         with self.line.lock:
@@ -329,7 +329,7 @@ class Pipeline:
         with self.lock:
             work = self.current = self.ready.popleft()
         for group in self.groups:
-            group.begin(work.plans[group], work.calls.get(group, []))
+            group.begin(work.plans[group], work.lookups.get(group, []))
         return work
 
     def finish_batch(self) -> None:

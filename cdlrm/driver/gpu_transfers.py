@@ -40,9 +40,9 @@ class Brought:
     long: Long
     copied: int  # fills that are not generated on the device
 
-    def at(self, name: str, call: int) -> int:
-        """Where the part of announced call `call` begins in an array of 4 bytes a lookup."""
-        return self.tray.at(name) + 4 * self.first[call]
+    def at(self, name: str, number: int) -> int:
+        """Where the part of announced call `number` begins in an array of 4 bytes a lookup."""
+        return self.tray.at(name) + 4 * self.first[number]
 
 
 class Transfers:

@@ -34,12 +34,12 @@ class Launcher:
             grid = signatures.blocks(self.vec, owners)
             self.backend.launch(kernel, whole, grid, signatures.pack(kernel, values), stream)
 
-    def source(self, tray: Tray, calls: Sequence[Lookups], grad: Tensor, divided: bool) -> dict[str, Any]:
+    def source(self, tray: Tray, lookups: Sequence[Lookups], grad: Tensor, divided: bool) -> dict[str, Any]:
         """Where the gradient of each lookup is."""
-        computed = not needs_lookup_rows(calls)
+        computed = not needs_lookup_rows(lookups)
         return {
             "lookup_row": 0 if computed else tray.at("lookup_row"), "columns": tray.at("columns0"),
-            "batch": calls[0].batch_size, "width": calls[0].width, "divisor": 0 if divided else tray.at("divisor"),
+            "batch": lookups[0].batch_size, "width": lookups[0].width, "divisor": 0 if divided else tray.at("divisor"),
             "grad": self.backend.address(grad), "dim": self.dim,
         }  # fmt: skip
 
