@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .errors import CdlrmError, PipelineError, UsageError
+from .errors import CdlrmError, PipelineError, UsageError, retold
 from .group import Group
 from .horizon import HorizonChooser
 from .interrupt import interrupt_later
@@ -71,7 +71,6 @@ class Reader:
     def __init__(self, line: Pipeline, loader: Any, announce: Announce) -> None:
         self.line, self.loader, self.announce = line, loader, announce
         self.iterator: Iterator[Any] | None = None
-        self.reading = False  # inside the user's code
 
     def at(self) -> int:
         return self.line.read
@@ -81,7 +80,6 @@ class Reader:
         if line.ended or not line.may_read():
             return False
         started = time.perf_counter()
-        self.reading = True
         try:
             if self.iterator is None:
                 self.iterator = iter(self.loader)
@@ -90,7 +88,6 @@ class Reader:
             line.ended = True
             return True
         finally:
-            self.reading = False
             line.seconds_read += time.perf_counter() - started
         state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
         lookups = self.announce(batch)
@@ -356,9 +353,7 @@ class Pipeline:
         stage, index, error = self.failure
         where = f"{stage}, batch {index}"
         if isinstance(error, CdlrmError):
-            told = type(error)(f"{where}: {error}")
-            told.__dict__.update(error.__dict__)
-            raise told from error
+            raise retold(error, f"{where}: {error}") from error
         raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ..optim import SGD, Optimizer
 from ..store.ram import RamStore
 from .backend import Backend
 from .base import Driver, Records, Segments, Verdict, merged_weights
-from .calibrate import Choice, measure
+from .calibrate import Choice, measure, padded
 from .carrier import Staged, ZeroCopy
 from .cpu import CpuDriver
 from .foretell import Foretold, Need, foretell
@@ -104,7 +104,7 @@ class GpuDriver(Driver):
         self._open -= 1
 
     def padded_width(self, dim: int, state_width: int) -> int:
-        return -(-(dim + state_width) // 8) * 8 if self.padded and state_width else 0
+        return padded((dim, state_width)) if self.padded and state_width else 0
 
     def carrier(self, store: Store, ring: Ring) -> ZeroCopy | Staged:
         """How the records of `store` travel."""

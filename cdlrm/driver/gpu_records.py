@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError
+from ..errors import DeviceError, retold
 from ..lookups import Lookups
 from ..optim import Optimizer
 from .base import Records, Update
@@ -46,9 +46,7 @@ def _named(stage: str) -> Callable[[Method], Method]:
             except DeviceError as error:
                 self.driver.note(error)
                 batch = next((number for arg in (*args, *kwargs.values()) if (number := _batch_of(arg)) >= 0), -1)
-                told = type(error)(f"{stage}{f' of batch {batch}' if batch >= 0 else ''}: {error}")
-                told.__dict__.update(error.__dict__)
-                raise told from error
+                raise retold(error, f"{stage}{f' of batch {batch}' if batch >= 0 else ''}: {error}") from error
 
         return named  # type: ignore[return-value]
 
