@@ -77,23 +77,18 @@ class Group:
             distinct_by_table=np.zeros(len(tables), np.int64), fills_by_table=np.zeros(len(tables), np.int64)
         )
         self.planner: Planner | ResidentPlanner
-        minimum = None
+        if resident:
+            self.planner = ResidentPlanner(self.num_rows, driver)
+        else:
+            self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
         if self.in_place:
             assert isinstance(store, RamStore)
             store.make_resident()
-            self.records = driver.records(store, self.bases, optimizer, in_place=True)
-            self.planner, self.cache = ResidentPlanner(self.num_rows, driver), Cache(0, self.records)
-        else:
-            self.records = driver.records(store, self.bases, optimizer)
-            if resident:
-                self.planner = ResidentPlanner(self.num_rows, driver)
-            else:
-                self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
-            self.cache = Cache(self.planner.cache_rows, self.records)
-            if resident:
-                self.cache.fill_all()
-            else:
-                minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        self.records = driver.records(store, self.bases, optimizer, in_place=self.in_place)
+        self.cache = Cache(0 if self.in_place else self.planner.cache_rows, self.records)
+        if resident:
+            self.cache.fill_all()
+        minimum = None if resident else MinCounter(self.num_rows, self.cache.rows, 0, 1)
         self.tally = Tally(self.counts, self.bases, minimum)
         self.updates = Updates(
             optimizer, driver, self.cache, store, self.counts, resident=resident, in_place=self.in_place
