@@ -13,6 +13,7 @@ import torch
 from device_common import Setup
 
 import cdlrm
+from cdlrm.whole_tables import table_values
 
 OPTIMIZERS = {
     "SGD": cdlrm.SGD(lr=0.1, weight_decay=0.01), "RowWiseAdagrad": cdlrm.RowWiseAdagrad(lr=0.1),
@@ -62,7 +63,7 @@ def run(device: str, case: Case, *, cached: bool) -> list[np.ndarray]:
     module.flush()
     for group in module.groups:
         for table in group.tables:
-            seen += group.table_values(table.name)
+            seen += table_values(group, table.name)
     module.close()
     return [np.ascontiguousarray(array).view(np.uint8).reshape(-1) for array in seen]
 

@@ -9,13 +9,15 @@ Where things are, in the order in which a batch meets them (words: README and th
     ahead, horizon, runtime     `lookahead`, how far it looks; reader, planner and transfer threads ahead of the trainer
     plan/                       window, `Planner`, `Plan`, the rules; MIN, the optimum to compare with
     cache, loans, store/        records on the device; those no plan knows of; their home (memory, file)
-    group, step, deferred, counts, stats
-                                one row space, cache and plan; a batch's life in it; updates that wait; what is counted
+    group, whole_tables, step, updates, deferred, growth, counts, stats
+                                one row space, cache and plan; its tables as a whole; a batch's life in it; updates, and
+                                those that wait; a cache that is too small; what is counted
     driver/base                 the seam: `Driver` a device, `Records` the records of a group on it
     driver/cpu*, intrinsics     the CPU: numba kernels
     driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts, held, foretell
-                                the GPU: what goes there with a plan, how rows travel, launches of the kernels in cuda/,
-                                memory that outlives its owner, bytes foretold
+                                the GPU: its records' memory, order of streams, transfers and kernels; what goes there
+                                with a plan, how rows travel, launches of the kernels in cuda/, memory that outlives
+                                its owner, bytes foretold
     driver/backend, cuda, cubin, pinned, signatures, sources, calibrate, choose
                                 what a GPU must offer; CuPy's; compiling, pinning, choosing
     initial, normal             initial values

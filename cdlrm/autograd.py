@@ -31,17 +31,17 @@ class GroupCall:
     call: Call | None = None  # None: for reading only
 
 
-def pooled_lookup(module: Any, calls: list[GroupCall], anchor: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
+def pooled_lookup(module: Any, parts: list[GroupCall], anchor: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
     """One output [B, features of that dim, dim] for every dim, ascending."""
     if torch.is_grad_enabled() and (anchor.requires_grad or weights):
-        return list(_PooledLookup.apply(module, calls, list(weights), anchor, *weights.values()))
+        return list(_PooledLookup.apply(module, parts, list(weights), anchor, *weights.values()))
     with torch.no_grad():
-        return _forward(calls, module.output_dtype, training=False)
+        return _forward(parts, module.output_dtype, training=False)
 
 
-def _forward(calls: list[GroupCall], dtype: torch.dtype, training: bool) -> list[Tensor]:
+def _forward(parts: list[GroupCall], dtype: torch.dtype, training: bool) -> list[Tensor]:
     outputs: dict[int, Tensor] = {}
-    for each in calls:
+    for each in parts:
         group, lookups = each.group, each.lookups
         shape = (lookups.batch_size, lookups.width, group.dim)
         if group.dim not in outputs:
@@ -56,7 +56,7 @@ def _forward(calls: list[GroupCall], dtype: torch.dtype, training: bool) -> list
             group.settle_for_reading()
             with group.cache.pause():
                 _read(group, lookups, matrix)
-    calls[0].group.driver.hand_over()
+    parts[0].group.driver.hand_over()
     return [outputs[dim] for dim in sorted(outputs)]
 
 
@@ -79,23 +79,23 @@ def _read(group: Group, lookups: Lookups, matrix: Tensor) -> None:
 class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, module: Any, calls: list[GroupCall], features: list[str], anchor: Tensor, *weights: Tensor
+        ctx: Any, module: Any, parts: list[GroupCall], features: list[str], anchor: Tensor, *weights: Tensor
     ) -> Any:
-        ctx.module, ctx.calls, ctx.features = module, calls, features
+        ctx.module, ctx.parts, ctx.features = module, parts, features
         ctx.learns = anchor.requires_grad
         ctx.devices = [each.device for each in weights]
         ctx.earlier = earlier_gradients(module)
         ctx.set_materialize_grads(False)
-        return tuple(_forward(calls, module.output_dtype, training=True))
+        return tuple(_forward(parts, module.output_dtype, training=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_accumulation(ctx.module, ctx.earlier)
-        dims = sorted({each.group.dim for each in ctx.calls})
+        dims = sorted({each.group.dim for each in ctx.parts})
         by_dim = dict(zip(dims, grads, strict=True))
         received: list[tuple[GroupCall, Tensor]] = []
-        for each in ctx.calls:
+        for each in ctx.parts:
             assert each.call is not None
             each.call.accept()
             grad = by_dim[each.group.dim]
@@ -115,7 +115,7 @@ class _PooledLookup(torch.autograd.Function):
             assert each.call is not None
             group = each.group
             group.scaler_known = ctx.module.grad_scaler is not None
-            each.call.owner, each.call.weights = ctx.module, each.lookups.weights
+            each.call.owner = ctx.module
             group.records.take_gradient(each.call, matrix, keep=group.deferred is not None)
             group.receive(each.call, verdict, ctx.learns)
         if ctx.learns:
@@ -159,13 +159,13 @@ def _weight_grads(ctx: Any, received: list[tuple[GroupCall, Tensor]]) -> list[Te
     """Gradient of the per-sample weights of each feature in ctx.features, by the rows before the update."""
     found: dict[str, Tensor] = {}
     for each, matrix in received:
-        slots = ctx.module.feature_order(each.group)
-        if not any(name in ctx.features for name in slots):
+        names = ctx.module.feature_order(each.group)
+        if not any(name in ctx.features for name in names):
             continue
         assert each.call is not None
         out = each.group.records.weight_grad(each.call, matrix)
         starts = each.lookups.feature_starts
-        for f, name in enumerate(slots):
+        for f, name in enumerate(names):
             found[name] = out[starts[f] : starts[f + 1]]
     return [found[name].to(device) for name, device in zip(ctx.features, ctx.devices, strict=True)]
 

@@ -26,6 +26,7 @@ from .optim import SGD, Optimizer
 from .placement import check_cache_settings, choose_driver, make_groups
 from .table import Table
 from .weight import TableWeight, table_weight
+from .whole_tables import set_rows, set_table, span, table_values
 
 FEATURE = "input"
 
@@ -66,13 +67,13 @@ class _OneTable(CachedModule):
             name = group.tables[0].name
         else:
             group, optimizer, name = joined
-        base, _ = group.span(name)
+        base, _ = span(group, name)
         slot = FeatureSlot(FEATURE, name, base, self.num_embeddings, 0, mean)
         self._attach({group: [slot]}, {group: 1}, {"weight": name}, optimizer)
         if settings["_weight"] is not None:
             self.set_weight(settings["_weight"])
         elif self.padding_idx is not None and joined is None:
-            group.set_rows(base + self.padding_idx, np.zeros((1, self.embedding_dim), np.float32))
+            set_rows(group, base + self.padding_idx, np.zeros((1, self.embedding_dim), np.float32))
         self._made = frozenset(self.__dict__)  # what else comes is the user's
 
     def _own_group(self, kind: str, settings: dict[str, Any], mean: bool) -> tuple[Group, FusedOptimizer]:
@@ -186,7 +187,7 @@ class _OneTable(CachedModule):
                 f"a module whose rows live in a file ({self._settings['store']}) cannot be copied or pickled; save a "
                 f"checkpoint (cdlrm.save) and load it into a module with another folder."
             )
-        weight, state = group.table_values(name)
+        weight, state = table_values(group, name)
         t = [table.name for table in group.tables].index(name)
         own = self.__dict__.items()
         extras = {k: v for k, v in own if (k not in self._made and k != "_made") or ("_hooks" in k and v)}
@@ -204,7 +205,7 @@ class _OneTable(CachedModule):
 
 def _rebuild(kind: type, settings: dict[str, Any], weight: np.ndarray, state: np.ndarray, flags: dict[str, Any]) -> Any:
     module = kind(**settings)
-    module.groups[0].set_table(module._keys["weight"], weight, state)
+    set_table(module.groups[0], module._keys["weight"], weight, state)
     module.groups[0].set_table_steps(0, flags["steps"])
     module.optimizer.param_groups[0]["lr"] = flags["lr"]
     module.anchor.requires_grad_(flags["requires_grad"])

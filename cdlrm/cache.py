@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .driver.base import Records
-from .errors import DeviceError
+from .errors import DeviceError, retold
 from .plan import Plan
 
 PIECE_ROWS = 1 << 20  # moved at once where all are
@@ -180,12 +180,11 @@ class Cache:
             self.lost = error.sticky
             if not error.sticky:
                 raise
-            told = type(error)(
+            raise retold(
+                error,
                 f"{slots.size:,} changed rows of the cache could not be brought home, since the device is lost; the "
-                f"tables in host memory hold what was written back before, and can be read and saved: {error}"
-            )
-            told.__dict__.update(error.__dict__)
-            raise told from error
+                f"tables in host memory hold what was written back before, and can be read and saved: {error}",
+            ) from error
 
     def refresh(self) -> None:
         """Read every cached record again, after the store was changed from outside.  Paused only."""

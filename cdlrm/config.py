@@ -115,6 +115,7 @@ class TrainConfig:
         group="model", choices=("dot", "cat"))
     arch_interaction_itself: bool = setting(
         False, "dot: also each feature with itself", group="model", kind=bool)
+    # one choice: command lines and files written for DLRM name it
     loss_function: str = setting("bce", "binary cross-entropy", group="model", choices=("bce",))
 
     mini_batch_size: int = setting(2048, "samples a training step", group="training", kind=int, low=1, high=2**24)

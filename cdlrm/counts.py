@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from .plan import Plan
+from .plan import MinCounter, Plan
+from .plan.kernels import tables_of
+
+NO_TABLES = np.empty(0, np.int32)
 
 
 class Ended(NamedTuple):
@@ -63,3 +68,36 @@ class Counts:
         self.evicts += batch.evicts
         self.evicts_written += batch.written
         self.short_windows += batch.short
+
+
+class Tally:
+    """Counts a group's batches once they have ended, also by table, and what `minimum` would have filled for them
+    (None: nothing moves).  Called by any thread."""
+
+    def __init__(self, counts: Counts, bases: np.ndarray, minimum: MinCounter | None) -> None:
+        self.counts, self.bases, self.minimum = counts, bases, minimum
+        self._ended: deque[Ended] = deque()
+        self._counting = threading.Lock()
+
+    def add(self, plan: Plan) -> None:
+        """The batch of an executed plan has ended; `count` takes the time."""
+        self._ended.append(ended(plan))
+
+    def count(self) -> None:
+        """Count the batches that have ended."""
+        with self._counting:
+            while self._ended:
+                batch = self._ended.popleft()
+                self.counts.add(batch)
+                self.counts.distinct_by_table += rows_by_table(batch.seg_row, self.bases)
+                self.counts.fills_by_table += rows_by_table(batch.fill_rows, self.bases)
+                if self.minimum is not None:
+                    self.minimum.resize(batch.cache_rows)
+                    self.minimum.add(batch.seg_row)
+
+
+def rows_by_table(rows: np.ndarray, bases: np.ndarray) -> np.ndarray:
+    """How many of the group rows `rows int [n]` each table has, int64 [tables]; `bases` of the group."""
+    counts = np.zeros(len(bases) - 1, np.int64)
+    tables_of(rows, bases, NO_TABLES, counts)
+    return counts

@@ -62,12 +62,12 @@ class Deferred:
         if not calls:
             return
         if not earlier and step is not None:
-            group.update(calls, step.plan_of(calls))
+            group.updates.run(calls, group.lr, step.plan_of(calls))
             return
-        held = group.loans.holding
+        already = group.loans.holding
         try:  # rows of ended batches may be anywhere
             slots = group.loans.for_training(np.concatenate([call.lookups.rows for call in calls]))
-            group.update(calls, None, slots)
+            group.updates.run(calls, group.lr, None, slots)
         finally:
-            if not held:
+            if not already:
                 group.loans.release()

@@ -17,8 +17,8 @@ from .compiler import outside_compiler
 from .data.batch import Batch, check_dense
 from .errors import ConfigError, InputError
 from .fused import FusedOptimizer
-from .group import Group, feature_slots
-from .lookups import Lookups, to_host
+from .group import Group
+from .lookups import FeatureSlot, Lookups, to_host
 from .module import CachedModule
 from .optim import Optimizer
 from .placement import check_cache_settings, choose_driver, make_groups
@@ -93,7 +93,7 @@ class EmbeddingBagCollection(CachedModule):
         slots = {}
         for group in groups:
             columns = {feature: c for c, feature in enumerate(self._features_of_dim[group.dim])}
-            slots[group] = feature_slots(group.tables, group.bases, columns)
+            slots[group] = _feature_slots(group, columns)
         self._attach(
             slots,
             {group: len(self._features_of_dim[group.dim]) for group in groups},
@@ -222,3 +222,12 @@ def _optimizers(tables: Sequence[Table], optimizer: Optimizer | Mapping[str, Opt
                 f"cdlrm.RowWiseAdagrad(lr=0.01)."
             )
     return chosen
+
+
+def _feature_slots(group: Group, columns: dict[str, int]) -> list[FeatureSlot]:
+    """The features of a group in the order of its tables; `columns` of the output."""
+    return [
+        FeatureSlot(feature, table.name, base, table.num_embeddings, columns[feature], table.pooling == "mean")
+        for table, base in zip(group.tables, group.bases[:-1].tolist(), strict=True)
+        for feature in table.feature_names
+    ]

@@ -5,6 +5,8 @@ A message names the value that is wrong, the bound it breaks and the remedy.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 
 class CdlrmError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -77,3 +79,13 @@ class CompileError(DeviceError):
     def __init__(self, message: str, *, log: str = "") -> None:
         super().__init__(message)
         self.log = log
+
+
+Told = TypeVar("Told", bound=CdlrmError)
+
+
+def retold(error: Told, sentence: str) -> Told:
+    """`error` with another sentence, to be raised from it."""
+    told = type(error)(sentence)
+    told.__dict__.update(error.__dict__)
+    return told

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .driver.base import Verdict
 from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .group import Group
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _APPLIED = (
@@ -61,6 +64,19 @@ def applied_gradient(verdict: Verdict | None, scaler_known: bool, like: Tensor, 
     if of_optimizer:
         out.sentence = _NO_ROWS
     return out
+
+
+def tell_scaler(group: Group) -> None:
+    """Let a GradScaler that steps the module's optimizer see whether the gradients of `group` were finite."""
+    steps = [] if group.step is None else [group.step]
+    if group.deferred is not None:
+        steps += [call.step for call in group.deferred.calls()]
+    verdicts = [verdict for step in steps for verdict in step.verdicts]
+    worst = next((v for v in verdicts if v.known is False), verdicts[-1] if verdicts else None)
+    if worst is not None and worst.known is None and not group.scaler_known:
+        worst = None  # nobody asks, and a device would have to make the answer
+    for parameter in group.hyper.get("params", ()):
+        parameter.grad = applied_gradient(worst, group.scaler_known, parameter, of_optimizer=True)
 
 
 class WaitingGradient(Tensor):

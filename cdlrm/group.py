@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -25,24 +24,23 @@ from typing import Any
 import numpy as np
 
 from .cache import Cache
-from .counts import Counts, Ended, ended
+from .counts import Counts, Tally
 from .deferred import Deferred
-from .driver.base import Driver, Segments, Update, Verdict
+from .driver.base import Driver, Verdict
 from .errors import CacheTooSmallError, DeviceError, NonFiniteGradientError, UsageError
-from .gradient import applied_gradient
+from .gradient import tell_scaler
+from .growth import Growth, refused
 from .loans import Loans
-from .lookups import FeatureSlot, Lookups
+from .lookups import Lookups
 from .optim import Optimizer
 from .plan import MinCounter, Plan, Planner
-from .plan.kernels import tables_of
 from .plan.resident import ResidentPlanner
 from .step import Call, Step
 from .store import RamStore, Store
 from .table import Table
+from .updates import Updates
 
 log = logging.getLogger("cdlrm")
-NO_TABLES = np.empty(0, np.int32)
-WARNED_BYTES = 1 << 20  # of growth; of less is told, but nobody warned
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -79,27 +77,25 @@ class Group:
             distinct_by_table=np.zeros(len(tables), np.int64), fills_by_table=np.zeros(len(tables), np.int64)
         )
         self.planner: Planner | ResidentPlanner
-        self.minimum: MinCounter | None = None
+        if resident:
+            self.planner = ResidentPlanner(self.num_rows, driver)
+        else:
+            self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
         if self.in_place:
             assert isinstance(store, RamStore)
             store.make_resident()
-            self.records = driver.records(store, self.bases, optimizer, in_place=True)
-            self.planner, self.cache = ResidentPlanner(self.num_rows, driver), Cache(0, self.records)
-        else:
-            self.records = driver.records(store, self.bases, optimizer)
-            if resident:
-                self.planner = ResidentPlanner(self.num_rows, driver)
-            else:
-                self.planner = Planner(self.num_rows, cache_rows, 1, shards, strict)
-            self.cache = Cache(self.planner.cache_rows, self.records)
-            if resident:
-                self.cache.fill_all()
-            else:
-                self.minimum = MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        self.records = driver.records(store, self.bases, optimizer, in_place=self.in_place)
+        self.cache = Cache(0 if self.in_place else self.planner.cache_rows, self.records)
+        if resident:
+            self.cache.fill_all()
+        minimum = None if resident else MinCounter(self.num_rows, self.cache.rows, 0, 1)
+        self.tally = Tally(self.counts, self.bases, minimum)
+        self.updates = Updates(
+            optimizer, driver, self.cache, store, self.counts, resident=resident, in_place=self.in_place
+        )
         if "table_steps" in store.saved:
             self.records.set_table_steps(np.array(store.saved["table_steps"], np.int64))
         self.scaler_known = False  # the module of the newest gradient was given its GradScaler
-        self.updates = 0
         self.closed = False
         self.horizon = 0  # of the newest look-ahead
         self.attached: Any = None  # the look-ahead that feeds this group
@@ -107,15 +103,10 @@ class Group:
         self.completed = -1  # newest batch that ended
         self.pending: deque[Plan] = deque()
         self._announced: deque[list[Lookups]] = deque()  # calls of the batches that are scanned, but not planned
-        self._undecided: list[list[Verdict]] = []  # by step, of updates that the device may have skipped
-        self.ended: deque[Ended] = deque()  # batches that are not counted yet
         self.share = share  # of the module's cache_rows
-        self._counting = threading.Lock()
-        self._told_growth = 0.0
-        self._first_rows = self.planner.cache_rows
+        self._growth = Growth(self.planner.cache_rows, store.record_bytes)
         self._planning = threading.Lock()
         self.loans = Loans(self.cache, self.planner, self.pending, self._planning)
-        self._stamps: np.ndarray | None = None
         self._told_unannounced = False
 
     @property
@@ -134,54 +125,28 @@ class Group:
         self.planner.prefetch_depth = depth
         self.records.set_depth(depth)
         fresh = MinCounter(self.num_rows, self.cache.rows, 0, depth)
-        if self.minimum is not None:
-            fresh.continue_from(self.minimum)
-        self.minimum = fresh
+        if self.tally.minimum is not None:
+            fresh.continue_from(self.tally.minimum)
+        self.tally.minimum = fresh
 
-    def announce(self, calls: Sequence[Lookups]) -> int:
+    def announce(self, lookups: Sequence[Lookups]) -> int:
         """Scan a batch that will come: the lookups of each of its calls.  Returns its number."""
-        rows, cuts = _together(calls)
+        rows, cuts = _together(lookups)
         started = time.perf_counter()
         with self._planning:
             batch = self.planner.scan(rows, cuts)
-            self._announced.append(list(calls))
+            self._announced.append(list(lookups))
         self.counts.seconds_plan += time.perf_counter() - started
         return batch
 
     def plan_next(self, short: bool = False) -> Plan:
         """Plan the next announced batch; it is pending until its transfer was executed."""
         started = time.perf_counter()
-        self.count_ended()
+        self.tally.count()
         plan = self._plan()
         plan.short = short
         self.counts.seconds_plan += time.perf_counter() - started
         return plan
-
-    def count_ended(self) -> None:
-        """Count the batches that have ended; on the planner's thread, or when somebody asks."""
-        with self._counting:
-            while self.ended:
-                batch = self.ended.popleft()
-                self.counts.add(batch)
-                self.counts.distinct_by_table += self.rows_by_table(batch.seg_row)
-                self.counts.fills_by_table += self.rows_by_table(batch.fill_rows)
-                if self.minimum is not None:
-                    self.minimum.resize(batch.cache_rows)
-                    self.minimum.add(batch.seg_row)
-
-    def _tell_growth(self, plan: Plan) -> None:
-        """Say that the cache grows, the first time and when it has grown by a quarter since; a warning where it
-        matters."""
-        if plan.grows and plan.cache_rows >= 1.25 * self._told_growth:
-            self._told_growth = plan.cache_rows
-            growth = (plan.cache_rows - self._first_rows) * self.store.record_bytes
-            log.log(
-                logging.WARNING if growth >= WARNED_BYTES else logging.INFO,
-                "batch %d needs %d rows at once: the cache grows to %d rows (%.1f MiB; said again when it has grown by "
-                "a quarter); raise cache_rows (--cache-rows, --cache-ratio), or use strict=True (--strict) to refuse "
-                "such batches",
-                plan.batch, plan.distinct, plan.cache_rows, plan.cache_rows * self.store.record_bytes / 2**20,
-            )  # fmt: skip
 
     def _plan(self, hold: int = 0) -> Plan:
         """The next plan, pending from now on."""
@@ -189,22 +154,11 @@ class Group:
             try:
                 plan = self.planner.plan(hold)
             except CacheTooSmallError as error:
-                raise CacheTooSmallError(self._too_small(error)) from None
+                raise refused(error, self.tables, self.share) from None
             plan.calls = self._announced.popleft()
             self.pending.append(plan)
-        self._tell_growth(plan)
+        self._growth.tell(plan)
         return plan
-
-    def _too_small(self, error: CacheTooSmallError) -> str:
-        """The sentence about a batch that `strict` refuses, with the cache_rows of the whole module."""
-        tables = ", ".join(repr(table.name) for table in self.tables[:3]) + (", …" if len(self.tables) > 3 else "")
-        total = math.ceil(error.need / self.share)
-        return (
-            f"batch {error.batch} has {error.distinct} distinct rows of dim {self.dim} (tables {tables}) and needs "
-            f"cache_rows={total} in all ({error.need} for these tables, which have {error.have} now); raise cache_rows "
-            f"(--cache-rows) or cache_ratio (--cache-ratio), use a smaller batch, or allow growth (strict=False, no "
-            f"--strict)."
-        )
 
     # --- the transfer's thread ---
 
@@ -250,25 +204,15 @@ class Group:
                 if step.plan is not None:
                     self.completed = step.plan.batch
                     if not step.counted:
-                        self.ended.append(ended(step.plan))
+                        self.tally.add(step.plan)
                 self.loans.release()
-            self._decide()
+            self.updates.decide()
 
     def count_skipped(self) -> None:
         """Count all updates that the device skipped until now; waits for it if it has not told yet."""
         if not self.driver.dead:
-            for verdict in [verdict for step in self._undecided for verdict in step]:
-                bool(verdict)
-        self._decide()
-
-    def _decide(self) -> None:
-        """Count the updates that the device skipped, once it has told."""
-        steps, self._undecided = self._undecided, []
-        for step in steps:
-            if any(verdict.known is None for verdict in step):
-                self._undecided.append(step)
-            else:
-                self.counts.skipped_steps += any(verdict.known is False for verdict in step)
+            self.updates.wait()
+        self.updates.decide()
 
     def _hear(self, wait: bool = False) -> None:
         """Raise what the device has told about earlier batches; on the trainer's thread, which then goes on or not."""
@@ -353,8 +297,8 @@ class Group:
             self.records.fence()
             if not self.try_execute(plan, at_once=True):
                 raise UsageError("a forward call came while the cache is paused by another thread.")
-            self.ended.append(ended(plan))  # counted now: a step on demand may have several plans
-            self.count_ended()
+            self.tally.add(plan)  # counted now: a step on demand may have several plans
+            self.tally.count()
         except BaseException:
             self.step = step
             self.abandon()
@@ -373,21 +317,9 @@ class Group:
         """
         step = call.step
         step.receive(call, verdict, learns)
-        self.tell_scaler()
+        tell_scaler(self)
         if self.deferred is None and not step.waiting():
             self._apply(step)
-
-    def tell_scaler(self) -> None:
-        """Let a GradScaler that steps the module's optimizer see whether the gradients were finite."""
-        steps = [] if self.step is None else [self.step]
-        if self.deferred is not None:
-            steps += [call.step for call in self.deferred.calls()]
-        verdicts = [verdict for step in steps for verdict in step.verdicts]
-        worst = next((v for v in verdicts if v.known is False), verdicts[-1] if verdicts else None)
-        if worst is not None and worst.known is None and not self.scaler_known:
-            worst = None  # nobody asks, and a device would have to make the answer
-        for parameter in self.hyper.get("params", ()):
-            parameter.grad = applied_gradient(worst, self.scaler_known, parameter, of_optimizer=True)
 
     def _apply(self, step: Step) -> None:
         """One update with all gradients that have come."""
@@ -399,48 +331,15 @@ class Group:
             self.counts.skipped_steps += 1
             return
         verdicts, step.verdicts = step.verdicts, []
-        skips = [verdict for verdict in verdicts if verdict.known is None and not verdict.raising]
-        if skips:
-            self._undecided.append(skips)
-        self.update(calls, step.plan_of(calls), verdicts=verdicts)
+        self.updates.run(calls, self.lr, step.plan_of(calls), verdicts=verdicts)
 
-    def update(
-        self, calls: list[Call], plan: Plan | None, slots: np.ndarray | None = None, verdicts: Sequence[Verdict] = ()
-    ) -> None:
-        """The optimizer's formula on every row of `calls`, in place.
-
-        `plan`: the plan of exactly these calls; otherwise the rows are at `slots` (None: where the calls say).
-        """
-        started = time.perf_counter()
-        if plan is not None:
-            segments = Segments(plan.seg_slot, plan.seg_start, plan.seg_lookup, plan.seg_row)
-        else:
-            if slots is None:
-                slots = calls[0].slots if len(calls) == 1 else np.concatenate([call.slots for call in calls])
-            segments = self.driver.host.build_segments(slots, self._scratch())
-            segments.seg_row = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
-        self.updates += 1
-        if self.in_place:  # before: an interrupt behind the update must not leave rows unmarked
-            assert isinstance(self.store, RamStore)
-            self.store.mark(segments.seg_slot)
-        else:
-            self.cache.mark_dirty(segments.seg_slot)
-        self.records.update(Update(self.optimizer, self.lr, calls, segments, plan, list(verdicts)))
-        self.counts.seconds_update += time.perf_counter() - started
-
-    def _scratch(self) -> np.ndarray:
-        slots = self.num_rows if self.in_place else int(self.cache.slot_row.size)
-        if self._stamps is None or self._stamps.size < slots + 1:
-            self._stamps = self.driver.host.new_stamps(slots)
-        return self._stamps
-
-    # --- whole tables ---
+    # --- records home ---
 
     def flush(self) -> None:
         """Bring every record home: afterwards the store holds the newest values."""
         self._bring_home()
         self._hear(wait=True)
-        self._decide()
+        self.updates.decide()
 
     def _bring_home(self) -> None:
         self.settle_for_reading()
@@ -450,30 +349,6 @@ class Group:
                 if not self.driver.dead:
                     self.store.remember("table_steps", self.records.table_steps.tolist())
                 self.store.flush()
-
-    def table_values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of a table's newest weights [rows, D] and state [rows, S]."""
-        lo, hi = self.span(name)
-        self.flush()
-        with self.cache.pause():
-            return self.store.get(lo, hi)
-
-    def set_table(self, name: str, weight: np.ndarray | None, state: np.ndarray | None) -> None:
-        """Replace a table's weights and/or state; cached rows follow."""
-        lo, _ = self.span(name)
-        self.flush()
-        with self.cache.pause():
-            self.store.put(lo, weight, state)
-            if not self.in_place:
-                self.cache.refresh()
-
-    def set_rows(self, lo: int, weight: np.ndarray) -> None:
-        """Replace the weights of the group rows from `lo` on; cached rows follow."""
-        self.flush()
-        with self.cache.pause():
-            self.store.put(lo, weight, None)
-            if not self.in_place:
-                self.cache.refresh()
 
     @property
     def table_steps(self) -> np.ndarray:
@@ -485,17 +360,6 @@ class Group:
         every = self.records.table_steps
         every[number] = steps
         self.records.set_table_steps(every)
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Group rows [lo, hi) of a table."""
-        t = [table.name for table in self.tables].index(name)
-        return int(self.bases[t]), int(self.bases[t + 1])
-
-    def rows_by_table(self, rows: np.ndarray) -> np.ndarray:
-        """How many of the group rows `rows int [n]` each table has, int64 [tables]."""
-        counts = np.zeros(len(self.tables), np.int64)
-        tables_of(rows, self.bases, NO_TABLES, counts)
-        return counts
 
     def check(self) -> None:
         """Raise AssertionError naming a broken rule (tests call it after every public call)."""
@@ -534,20 +398,11 @@ class Group:
             self.driver.close()
 
 
-def _together(calls: Sequence[Lookups]) -> tuple[np.ndarray, Sequence[int]]:
+def _together(lookups: Sequence[Lookups]) -> tuple[np.ndarray, Sequence[int]]:
     """Rows of all calls, and (for a single call) where one table's lookups end and the next's begin."""
-    if len(calls) != 1:
-        rows = [call.rows for call in calls]
+    if len(lookups) != 1:
+        rows = [each.rows for each in lookups]
         return (np.concatenate(rows) if rows else np.empty(0, np.int64)), ()
-    call = calls[0]
-    changes = np.flatnonzero(np.diff(call.bases)) + 1
-    return call.rows, call.feature_starts[changes].tolist()
-
-
-def feature_slots(tables: Sequence[Table], bases: np.ndarray, columns: dict[str, int]) -> list[FeatureSlot]:
-    """The features of a group in the order of its tables."""
-    return [
-        FeatureSlot(feature, table.name, int(bases[t]), table.num_embeddings, columns[feature], table.pooling == "mean")
-        for t, table in enumerate(tables)
-        for feature in table.feature_names
-    ]
+    only = lookups[0]
+    changes = np.flatnonzero(np.diff(only.bases)) + 1
+    return only.rows, only.feature_starts[changes].tolist()

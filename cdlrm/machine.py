@@ -33,6 +33,11 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def available_bytes() -> int:
     """Host memory that may still be used: the machine's, or less under a cgroup's limit."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -67,7 +72,7 @@ def describe() -> dict[str, Any]:
         "missing": missing,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _proc("/proc/cpuinfo", ("model name", "Model")) or platform.processor() or None,
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": cores(),
         "memory_bytes": _kib(_proc("/proc/meminfo", ("MemTotal",))),
         "memory_available_bytes": _kib(_proc("/proc/meminfo", ("MemAvailable",))),
         "device": device,

@@ -37,6 +37,7 @@ from .reference import TableReference
 from .stats import group_stats, total
 from .step import Call
 from .store import FileStore
+from .whole_tables import set_table, span, table_values
 
 log = logging.getLogger("cdlrm")
 
@@ -141,7 +142,7 @@ class CachedModule(nn.Module):
 
     def updates_made(self) -> int:
         """Updates in the backward pass so far (0 with `update="step"`)."""
-        return max(group.updates if group.deferred is None else 0 for group in self.groups)
+        return max(group.updates.number if group.deferred is None else 0 for group in self.groups)
 
     def gradients_wait(self) -> bool:
         """Whether row gradients wait for the optimizer's step (`update="step"`)."""
@@ -197,19 +198,19 @@ class CachedModule(nn.Module):
         Raises UsageError where the copy would not fit the host memory.
         """
         group = self._group_of(name)
-        lo, hi = group.span(name)
+        lo, hi = span(group, name)
         need, have = (hi - lo) * group.dim * 4, available_bytes()
         if need > have:
             raise UsageError(
                 f"a copy of table {name!r} needs {need / 2**30:.1f} GiB but {have / 2**30:.1f} GiB of host memory are "
                 f"available; save a checkpoint (cdlrm.save) and read it in pieces (cdlrm.iter_tables)."
             )
-        return torch.from_numpy(group.table_values(name)[0])
+        return torch.from_numpy(table_values(group, name)[0])
 
     def table_state(self, name: str) -> dict[str, Tensor]:
         """Copies of a table's optimizer state by torch's names: float32 [rows] or [rows, dim]."""
         group = self._group_of(name)
-        state = group.table_values(name)[1]
+        state = table_values(group, name)[1]
         out = {}
         for key, (lo, hi) in group.optimizer.state_names(group.dim).items():
             part = torch.from_numpy(np.ascontiguousarray(state[:, lo:hi]))
@@ -219,13 +220,13 @@ class CachedModule(nn.Module):
     def set_table(self, name: str, weight: Tensor | np.ndarray) -> None:
         """Replace a table's weights by float32 [num_embeddings, embedding_dim]; optimizer state stays."""
         group = self._group_of(name)
-        lo, hi = group.span(name)
+        lo, hi = span(group, name)
         values = weight.detach().cpu().numpy() if isinstance(weight, Tensor) else np.asarray(weight)
         if values.dtype != np.float32 or values.shape != (hi - lo, group.dim):
             raise InputError(
                 f"table {name!r}: weights are {values.dtype} {list(values.shape)}; pass float32 {[hi - lo, group.dim]}."
             )
-        group.set_table(name, np.ascontiguousarray(values), None)
+        set_table(group, name, np.ascontiguousarray(values), None)
 
     def _group_of(self, name: str) -> Group:
         for group in self.groups:
@@ -250,7 +251,7 @@ class CachedModule(nn.Module):
         group = self._group_of(name)
         if not isinstance(group.store, FileStore):
             return None
-        lo, hi = group.span(name)
+        lo, hi = span(group, name)
         return TableReference(str(group.store.path), name, hi - lo, group.dim)
 
     def _load_from_state_dict(

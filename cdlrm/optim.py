@@ -20,16 +20,6 @@ from .errors import ConfigError
 FLOAT32_MAX = 3.4028234663852886e38
 
 
-def _finite(owner: str, name: str, value: float, *, low: float, strict_low: bool = False) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number.")
-    if abs(value) > FLOAT32_MAX:
-        raise ConfigError(f"{owner}({name}={value!r}): {name} must fit float32, at most {FLOAT32_MAX:.4g}.")
-    if value < low or (strict_low and value == low):
-        relation = ">" if strict_low else ">="
-        raise ConfigError(f"{owner}({name}={value!r}): {name} must be {relation} {low:g}.")
-
-
 @dataclass(frozen=True)
 class Optimizer:
     """Base of the specifications.  `lr` is the initial learning rate."""
@@ -38,8 +28,18 @@ class Optimizer:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _finite(type(self).__name__, "lr", self.lr, low=0.0)
-        _finite(type(self).__name__, "weight_decay", self.weight_decay, low=0.0)
+        self._require("lr", "weight_decay")
+
+    def _require(self, *names: str) -> None:
+        """Raise ConfigError unless these settings are float32 numbers, 0 or more."""
+        for name in names:
+            value, told = getattr(self, name), f"{self.name}({name}={getattr(self, name)!r}): {name} must"
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+                raise ConfigError(f"{told} be a finite number.")
+            if abs(value) > FLOAT32_MAX:
+                raise ConfigError(f"{told} fit float32, at most {FLOAT32_MAX:.4g}.")
+            if value < 0:
+                raise ConfigError(f"{told} be >= 0.")
 
     @property
     def name(self) -> str:
@@ -90,8 +90,7 @@ class RowWiseAdagrad(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _finite(self.name, "eps", self.eps, low=0.0)
-        _finite(self.name, "initial_accumulator_value", self.initial_accumulator_value, low=0.0)
+        self._require("eps", "initial_accumulator_value")
 
     def state_width(self, dim: int) -> int:
         return 1
@@ -117,8 +116,7 @@ class Adagrad(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _finite(self.name, "eps", self.eps, low=0.0)
-        _finite(self.name, "initial_accumulator_value", self.initial_accumulator_value, low=0.0)
+        self._require("eps", "initial_accumulator_value")
 
     def state_width(self, dim: int) -> int:
         return dim
@@ -146,7 +144,7 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _finite(self.name, "eps", self.eps, low=0.0)
+        self._require("eps")
         for beta in self.betas:
             if not 0.0 <= beta < 1.0:
                 raise ConfigError(f"Adam(betas={self.betas!r}): each beta must be in [0, 1).")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .errors import CdlrmError, PipelineError, UsageError
+from .errors import CdlrmError, PipelineError, UsageError, retold
 from .group import Group
 from .horizon import HorizonChooser
 from .interrupt import interrupt_later
@@ -46,7 +46,7 @@ class Work:
 
     index: int
     batch: Any
-    calls: dict[Group, list[Lookups]]
+    lookups: dict[Group, list[Lookups]]  # of each of its calls
     state: Any  # of the loader after this batch
     nbytes: int
     plans: dict[Group, Plan] = field(default_factory=dict)
@@ -71,7 +71,6 @@ class Reader:
     def __init__(self, line: Pipeline, loader: Any, announce: Announce) -> None:
         self.line, self.loader, self.announce = line, loader, announce
         self.iterator: Iterator[Any] | None = None
-        self.reading = False  # inside the user's code
 
     def at(self) -> int:
         return self.line.read
@@ -81,7 +80,6 @@ class Reader:
         if line.ended or not line.may_read():
             return False
         started = time.perf_counter()
-        self.reading = True
         try:
             if self.iterator is None:
                 self.iterator = iter(self.loader)
@@ -90,13 +88,12 @@ class Reader:
             line.ended = True
             return True
         finally:
-            self.reading = False
             line.seconds_read += time.perf_counter() - started
         state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
-        calls = self.announce(batch)
-        size = int(getattr(batch, "nbytes", 0)) + sum(c.nbytes for each in calls.values() for c in each)
+        lookups = self.announce(batch)
+        size = int(getattr(batch, "nbytes", 0)) + sum(one.nbytes for each in lookups.values() for one in each)
         with line.lock:
-            line.to_scan.append(Work(line.read, batch, calls, state, size))
+            line.to_scan.append(Work(line.read, batch, lookups, state, size))
             line.bytes_in_flight += size
             line.read += 1
         return True
@@ -134,7 +131,7 @@ class PlannerStage:
     def _scan(self) -> bool:
         work = self.line.to_scan[0]
         for group in self.line.groups:
-            group.announce(work.calls.get(group, []))
+            group.announce(work.lookups.get(group, []))
         if self.line.chooser is not None:
             self.line.look_as_far_as(self.line.chooser.scanned(work.nbytes))
         with self.line.lock:
@@ -329,7 +326,7 @@ class Pipeline:
         with self.lock:
             work = self.current = self.ready.popleft()
         for group in self.groups:
-            group.begin(work.plans[group], work.calls.get(group, []))
+            group.begin(work.plans[group], work.lookups.get(group, []))
         return work
 
     def finish_batch(self) -> None:
@@ -356,9 +353,7 @@ class Pipeline:
         stage, index, error = self.failure
         where = f"{stage}, batch {index}"
         if isinstance(error, CdlrmError):
-            told = type(error)(f"{where}: {error}")
-            told.__dict__.update(error.__dict__)
-            raise told from error
+            raise retold(error, f"{where}: {error}") from error
         raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from .counts import rows_by_table
 from .group import Group
 
 _LARGEST = ("steps", "skipped_steps", "prefetch_depth", "horizon")  # not summed over groups
@@ -26,9 +27,9 @@ _LARGEST = ("steps", "skipped_steps", "prefetch_depth", "horizon")  # not summed
 
 def group_stats(group: Group) -> dict[str, Any]:
     """Counters of one group since it was made.  With nonfinite="skip" a device is waited for."""
-    group.count_ended()
+    group.tally.count()
     group.count_skipped()
-    counts, moves, minimum = group.counts, group.cache.moves, group.minimum
+    counts, moves, minimum = group.counts, group.cache.moves, group.tally.minimum
     depth = group.planner.prefetch_depth
     return {
         "steps": counts.steps,
@@ -74,9 +75,9 @@ def table_stats(group: Group) -> dict[str, dict[str, int]]:
     `rows`; `distinct` rows summed over its batches, of which `hits` were cached and `fills` not; `cached_rows` now;
     `trained_rows` ever; `record_bytes` of a row; `table_bytes` of all rows.
     """
-    group.count_ended()
+    group.tally.count()
     counts, cached = group.counts, group.cache.slot_row
-    in_cache = np.diff(group.bases) if group.resident else group.rows_by_table(cached[cached >= 0])
+    in_cache = np.diff(group.bases) if group.resident else rows_by_table(cached[cached >= 0], group.bases)
     trained = group.store.trained
     out = {}
     for number, table in enumerate(group.tables):

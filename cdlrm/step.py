@@ -31,7 +31,6 @@ class Call:
     announced: int  # which announced call this is; -1: none
     grad: Tensor | None = None  # float32 [R, D] on the device
     divided: bool = False  # whether the gradients of mean bags are divided by their length already
-    weights: np.ndarray | None = None
     plan: Plan | None = None  # whose slots these are
     owner: Any = None  # deferred updates: the module whose call it is
 

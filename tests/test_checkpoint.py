@@ -26,6 +26,7 @@ from cdlrm.checkpoint import checkpoint_info, iter_tables, load, load_tables, sa
 from cdlrm.checkpoint_files import Packer, Parts, PartWriter, checkpoints, unpack
 from cdlrm.data.synthetic import SyntheticSource
 from cdlrm.errors import ConfigError, DataError, UsageError
+from cdlrm.whole_tables import table_values
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = [300, 40, 7]
@@ -179,7 +180,7 @@ def tables_equal(model: nn.Module, directory: Path) -> None:
         assert lo == sum(len(piece) for piece in pieces.get(name, []))
         pieces.setdefault(name, []).append(values)
     for name, (group, number) in checkpoint_tables.tables_of(model).items():
-        weight = torch.from_numpy(group.table_values(group.tables[number].name)[0])
+        weight = torch.from_numpy(table_values(group, group.tables[number].name)[0])
         assert torch.equal(tables[name], weight) and torch.equal(torch.cat(pieces[name]), weight)
         assert tables.shape(name) == weight.shape and tables[name].dtype == torch.float32
         lo, hi = len(weight) // 3, len(weight) // 2

@@ -35,7 +35,8 @@ def test_only_trained_batches_are_counted() -> None:
     assert stats["lookups"] == 28 * 60 and stats["distinct"] == distinct
     assert stats["hits"] + stats["fills"] == stats["distinct"]
     assert 0 < stats["min0_fills"] <= stats["fills"]
-    assert ebc.table_stats()["a"]["distinct"] == distinct
+    of_table = ebc.table_stats()["a"]
+    assert of_table["distinct"] == distinct and of_table["fills"] == stats["fills"]
     ebc.close()
 
 

@@ -239,7 +239,7 @@ def test_no_room_to_grow_an_empty_cache_leaves_it_as_it_was(monkeypatch: Any) ->
     backend.fail_at("alloc", 2)  # the first gives the old places back
     with pytest.raises(cdlrm.DeviceMemoryError, match="growth of the cache"):
         records.resize(2 * rows, ())
-    assert records.rows == rows and records.weight.nbytes == 4 * 8 * rows
+    assert records.rows == rows and records.places.weight.nbytes == 4 * 8 * rows
     ebc(inputs(1)).sum().backward()
     ebc.check()
     ebc.close()

@@ -19,7 +19,7 @@ from oracle import Oracle
 from scenarios import InputShape, backward, random_grad, random_inputs, same_bits, same_tables, to_torch
 
 import cdlrm
-from cdlrm.driver import formulas, gpu_records, launches, signatures, verdicts
+from cdlrm.driver import formulas, gpu_order, gpu_records, gpu_transfers, launches, signatures, verdicts
 from cdlrm.errors import DeviceError, DeviceMemoryError, NonFiniteGradientError, PinError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated GPU cannot compile kernels")
@@ -147,14 +147,14 @@ def found(error: type[EmulatorError]) -> Iterator[None]:
 def test_a_missing_wait_is_caught(monkeypatch: Any, wait: str) -> None:
     emulated = use(monkeypatch)
     if wait == "before transfer":
-        monkeypatch.setattr(gpu_records.GpuRecords, "_order_transfer", lambda self, wait_for: None)
+        monkeypatch.setattr(gpu_order.Order, "before_transfer", lambda self, wait_for: None)
     else:
         executed = gpu_records.GpuRecords.executed
 
         def forgetful(self: Any, plan: Any) -> None:
             early = self.backend.record(self.backend.new_stream())
             executed(self, plan)
-            plan.staged.slot.ready = early
+            self.transfers.brought[plan.batch].tray.ready = early
 
         monkeypatch.setattr(gpu_records.GpuRecords, "executed", forgetful)
     with found(EmulatorError):  # a race; or poison, read as a slot
@@ -163,14 +163,14 @@ def test_a_missing_wait_is_caught(monkeypatch: Any, wait: str) -> None:
 
 
 @QUIET
-def test_a_slot_that_is_used_again_too_early_is_caught(monkeypatch: Any) -> None:
+def test_a_tray_that_is_used_again_too_early_is_caught(monkeypatch: Any) -> None:
     use(monkeypatch, style="late")
 
     executed = gpu_records.GpuRecords.executed
 
     def hasty(self: Any, plan: Any) -> None:
         executed(self, plan)
-        self.ring.free.append(plan.staged.slot)  # although its batch has not run
+        self.transfers.ring.free.append(self.transfers.brought[plan.batch].tray)  # although its batch has not run
 
     monkeypatch.setattr(gpu_records.GpuRecords, "executed", hasty)
     with found(AssertionError):  # a race, or a plan that was overwritten
@@ -305,7 +305,7 @@ def test_ctrl_c_in_the_middle_of_a_transfer(monkeypatch: Any) -> None:
     inputs = [one_hot(rng, some, 8) for _ in range(20)]
     ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30)
     oracle = Oracle(some, cdlrm.SGD(lr=0.1))
-    fill, calls = gpu_records.GpuRecords._fill, []
+    fill, calls = gpu_transfers.Transfers._fill, []
 
     def interrupted(self: Any, *args: Any) -> None:
         calls.append(1)
@@ -313,7 +313,7 @@ def test_ctrl_c_in_the_middle_of_a_transfer(monkeypatch: Any) -> None:
             raise KeyboardInterrupt
         fill(self, *args)
 
-    monkeypatch.setattr(gpu_records.GpuRecords, "_fill", interrupted)
+    monkeypatch.setattr(gpu_transfers.Transfers, "_fill", interrupted)
     rng, done = np.random.default_rng(1), 0
     with pytest.raises((KeyboardInterrupt, cdlrm.PipelineError)):
         for j, batch in enumerate(cdlrm.lookahead(ebc, [to_torch(i) for i in inputs])):

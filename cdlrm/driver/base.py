@@ -261,26 +261,27 @@ class Driver(ABC):
         """Release threads and memory.  May be called twice."""
 
 
-def merged_rows(calls: Sequence[Lookups]) -> np.ndarray:
+def merged_rows(lookups: Sequence[Lookups]) -> np.ndarray:
     """`lookup_row int32 [L]` of the lookups of several calls, in their gradient matrices below each other."""
-    if len(calls) == 1:
-        return calls[0].lookup_row
+    if len(lookups) == 1:
+        return lookups[0].lookup_row
     base, rows = 0, [np.empty(0, np.int32)]
-    for call in calls:
-        rows.append(call.lookup_row + np.int32(base))
-        base += call.batch_size * call.width
+    for each in lookups:
+        rows.append(each.lookup_row + np.int32(base))
+        base += each.batch_size * each.width
     return np.concatenate(rows)
 
 
-def merged_weights(weights: Sequence[np.ndarray | None], calls: Sequence[Lookups]) -> np.ndarray | None:
-    """Per-sample weights float32 [L] of several calls (1.0 for calls that have none; None: no call has)."""
-    if len(calls) == 1 or all(own is None for own in weights):
-        return weights[0] if weights else None
-    every = zip(weights, calls, strict=True)
-    return np.concatenate([np.ones(c.rows.size, np.float32) if own is None else own for own, c in every])
+def merged_weights(lookups: Sequence[Lookups]) -> np.ndarray | None:
+    """Per-sample weights float32 [L] of the lookups of several calls (1.0 for calls that have none; None: no call
+    has)."""
+    if len(lookups) == 1 or all(each.weights is None for each in lookups):
+        return lookups[0].weights if lookups else None
+    every = [np.ones(each.rows.size, np.float32) if each.weights is None else each.weights for each in lookups]
+    return np.concatenate(every)
 
 
-def used_tables(calls: Sequence[Lookups], bases: np.ndarray) -> np.ndarray:
-    """Numbers (in the group) of the tables that the calls use, also where all bags are empty."""
-    used = np.concatenate([np.empty(0, np.int64), *(call.bases for call in calls)])
+def used_tables(lookups: Sequence[Lookups], bases: np.ndarray) -> np.ndarray:
+    """Numbers (in the group) of the tables that several calls use, also where all bags are empty."""
+    used = np.concatenate([np.empty(0, np.int64), *(each.bases for each in lookups)])
     return np.unique(np.searchsorted(bases, used, side="right") - 1)

@@ -1,9 +1,9 @@
 """How records travel between a store and a GPU: zero copy, or through staging.
 
 Zero copy: the store's arrays are pinned and the kernels read and write them in place.  Staged: the host
-gathers records into the slot that carries the plan (see `staging`), one copy brings both, and a kernel scatters
+gathers records into the tray that carries the plan (see `staging`), one copy brings both, and a kernel scatters
 them; the reverse for evicts, which *land* in the store once the copy is done, at the latest when their row
-is needed again or the slot is.
+is needed again or the tray is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..store import bits
 from ..store.ram import RamStore
 from .backend import Backend, Stream
 from .pinned import PinBar
-from .staging import Layout, Ring, Slot
+from .staging import Layout, Ring, Tray
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -63,7 +63,7 @@ class ZeroCopy:
 
     evict_room = fill_room
 
-    def gather(self, slot: Slot, rows: np.ndarray) -> None:
+    def gather(self, tray: Tray, rows: np.ndarray) -> None:
         """The kernel reads the rows itself; those that only the host can make are made in their own places."""
         fresh = rows[bits.positions(self.store.trained, rows)[1]]
         if fresh.size:
@@ -74,13 +74,13 @@ class ZeroCopy:
             self.store.initializer.rows(self.store.weight, fresh, fresh)
             self.store.state[fresh] = self.store.initial_state
 
-    def home(self, slot: Slot, what: str) -> dict[str, int]:
+    def home(self, tray: Tray, what: str) -> dict[str, int]:
         """Addresses and strides (in floats) of the records' home for a kernel; `what`: fill or evict."""
         strides = [max(self.store.weight.strides[0] // 4, 1), max(self.store.state.strides[0] // 4, 1)]
         return {"home_weight": self.weight, "home_weight_stride": strides[0], "home_state": self.state,
                 "home_state_stride": strides[1], "staged": 0}  # fmt: skip
 
-    def bring_home(self, slot: Slot, rows: np.ndarray, stream: object) -> None:
+    def bring_home(self, tray: Tray, rows: np.ndarray, stream: object) -> None:
         """An evict of `rows` was launched."""
         self.store.mark(rows)
 
@@ -102,11 +102,11 @@ def _unpin(backend: Backend, transfer: Stream, arrays: list[np.ndarray]) -> None
 
 
 class Staged:
-    """Records pass through the slots of `ring`."""
+    """Records pass through the trays of `ring`."""
 
     def __init__(self, backend: Backend, store: Store, ring: Ring) -> None:
         self.backend, self.store, self.ring = backend, store, ring
-        self._away: dict[int, np.ndarray] = {}  # rows that are in a slot, not in the store yet, by slot
+        self._away: dict[int, np.ndarray] = {}  # rows that are in a tray, not in the store yet, by tray
 
     def fill_room(self, layout: Layout, count: int) -> None:
         layout.add_room("fill_weight", 4 * count * self.store.dim, uploaded=True)
@@ -116,38 +116,38 @@ class Staged:
         layout.add_room("evict_weight", 4 * count * self.store.dim, uploaded=False)
         layout.add_room("evict_state", 4 * count * self.store.state_width, uploaded=False)
 
-    def gather(self, slot: Slot, rows: np.ndarray) -> None:
-        weight, state = self._views(slot, "fill", rows.size)
+    def gather(self, tray: Tray, rows: np.ndarray) -> None:
+        weight, state = self._views(tray, "fill", rows.size)
         self.store.read(rows, weight, state, np.arange(rows.size, dtype=np.int32))
 
-    def home(self, slot: Slot, what: str) -> dict[str, int]:
-        return {"home_weight": slot.at(f"{what}_weight"), "home_weight_stride": max(self.store.dim, 1),
-                "home_state": slot.at(f"{what}_state"), "home_state_stride": max(self.store.state_width, 1),
+    def home(self, tray: Tray, what: str) -> dict[str, int]:
+        return {"home_weight": tray.at(f"{what}_weight"), "home_weight_stride": max(self.store.dim, 1),
+                "home_state": tray.at(f"{what}_state"), "home_state_stride": max(self.store.state_width, 1),
                 "staged": 1}  # fmt: skip
 
-    def bring_home(self, slot: Slot, rows: np.ndarray, stream: object) -> None:
+    def bring_home(self, tray: Tray, rows: np.ndarray, stream: object) -> None:
         sizes = {"evict_weight": 4 * rows.size * self.store.dim, "evict_state": 4 * rows.size * self.store.state_width}
         for name, nbytes in sizes.items():
             if nbytes:
-                self.backend.copy(slot.host_at(name), slot.at(name), nbytes, "d2h", stream)
+                self.backend.copy(tray.host_at(name), tray.at(name), nbytes, "d2h", stream)
         event = self.backend.record(stream)
-        self._away[id(slot)] = rows
+        self._away[id(tray)] = rows
 
         def land() -> None:
             if not self.backend.is_done(event):
                 self.backend.synchronize(event, "landing")
             for name, nbytes in sizes.items():
-                self.backend.host_reads(slot.host_at(name), nbytes)
-            weight, state = self._views(slot, "evict", rows.size)
+                self.backend.host_reads(tray.host_at(name), nbytes)
+            weight, state = self._views(tray, "evict", rows.size)
             self.store.write(rows, weight, state, np.arange(rows.size, dtype=np.int32))
-            del self._away[id(slot)]
+            del self._away[id(tray)]
 
-        slot.landing = land
+        tray.landing = land
 
-    def _views(self, slot: Slot, what: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _views(self, tray: Tray, what: str, count: int) -> tuple[np.ndarray, np.ndarray]:
         shapes = ((count, self.store.dim), (count, self.store.state_width))
         names = (f"{what}_weight", f"{what}_state")
-        weight, state = (slot.view(name, shape, np.float32) for name, shape in zip(names, shapes, strict=True))
+        weight, state = (tray.view(name, shape, np.float32) for name, shape in zip(names, shapes, strict=True))
         return weight, state
 
     def before_read(self, rows: np.ndarray) -> None:

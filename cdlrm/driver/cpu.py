@@ -102,7 +102,7 @@ class CpuDriver(Driver):
         rows, inverse = np.unique(np.concatenate([call.lookups.rows for call in calls]), return_inverse=True)
         segments = self.build_segments(inverse.astype(np.int32), self.new_stamps(len(rows)))
         lookups = [call.lookups for call in calls]
-        weights = merged_weights([call.weights for call in calls], lookups)
+        weights = merged_weights(lookups)
         sums, none = np.zeros((len(rows), dim), np.float32), np.empty((len(rows), 0), np.float32)
         self.update(optim.SGD(lr=0.0), -1.0, sums, none, segments, merged_rows(lookups), stacked(calls), weights)
         return float(np.einsum("ij,ij->", sums, sums, dtype=np.float64))
@@ -135,17 +135,17 @@ class CpuDriver(Driver):
     # --- forward ---
 
     def lookup(
-        self, weight: np.ndarray, slots: np.ndarray, call: Lookups, weights: np.ndarray | None, out: np.ndarray
+        self, weight: np.ndarray, slots: np.ndarray, lookups: Lookups, weights: np.ndarray | None, out: np.ndarray
     ) -> None:
         """`Records.lookup` on arrays: weight float32 [C, D], out float32 [R, D], weights float32 [L] or None."""
         scale = _NO_WEIGHTS if weights is None else weights
         weighted = weights is not None
-        starts = call.starts
+        starts = lookups.starts
         if starts is None:
             self._run(
-                self._even(-(-call.batch_size // kernels.TILE), out.size),
+                self._even(-(-lookups.batch_size // kernels.TILE), out.size),
                 lambda lo, hi: kernels.lookup_single(
-                    weight, slots, call.out_row, call.batch_size, scale, weighted, out, lo, hi
+                    weight, slots, lookups.out_row, lookups.batch_size, scale, weighted, out, lo, hi
                 ),
             )
         else:
@@ -153,21 +153,24 @@ class CpuDriver(Driver):
             self._run(
                 ranges,
                 lambda lo, hi: kernels.lookup_bags(
-                    weight, slots, starts, call.out_row, call.mean, call.batch_size, scale, weighted, out, lo, hi
-                ),
+                    weight, slots, starts, lookups.out_row, lookups.mean, lookups.batch_size, scale, weighted, out, lo,
+                    hi,
+                ),  # fmt: skip
             )
 
     # --- backward ---
 
-    def scale_mean(self, call: Lookups, grad: np.ndarray) -> np.ndarray:
+    def scale_mean(self, lookups: Lookups, grad: np.ndarray) -> np.ndarray:
         """grad float32 [R, D] with mean bags divided by their length: a copy, or grad itself if nothing changes."""
-        starts = call.starts
-        if starts is None or not call.mean.any():
+        starts = lookups.starts
+        if starts is None or not lookups.mean.any():
             return grad
         out = np.empty_like(grad)
         self._run(
-            self._even(len(call.out_row), grad.size),
-            lambda lo, hi: kernels.scale_mean(starts, call.out_row, call.mean, call.batch_size, grad, out, lo, hi),
+            self._even(len(lookups.out_row), grad.size),
+            lambda lo, hi: kernels.scale_mean(
+                starts, lookups.out_row, lookups.mean, lookups.batch_size, grad, out, lo, hi
+            ),
         )
         return out
 
@@ -184,12 +187,12 @@ class CpuDriver(Driver):
         return not any(found)
 
     def weight_grad(
-        self, weight: np.ndarray, slots: np.ndarray, call: Lookups, grad: np.ndarray, out: np.ndarray
+        self, weight: np.ndarray, slots: np.ndarray, lookups: Lookups, grad: np.ndarray, out: np.ndarray
     ) -> None:
         """out float32 [L] = lane sum of `grad[bag] * row` (grad as returned by scale_mean, rows before the update)."""
         self._run(
             self._even(len(slots), len(slots) * weight.shape[1]),
-            lambda lo, hi: kernels.weight_grad(weight, slots, call.lookup_row, grad, out, lo, hi),
+            lambda lo, hi: kernels.weight_grad(weight, slots, lookups.lookup_row, grad, out, lo, hi),
         )
 
     def update(

@@ -75,18 +75,18 @@ class CpuRecords(Records):
         call.grad, call.divided = torch.from_numpy(scaled), True
 
     def update(self, update: Update) -> None:
-        calls = [call.lookups for call in update.calls]
-        weights = merged_weights([call.weights for call in update.calls], calls)
+        lookups = [call.lookups for call in update.calls]
+        weights = merged_weights(lookups)
         segments, step_sizes = update.segments, None
         if isinstance(update.optimizer, Adam):
             assert segments.seg_row is not None
-            self._steps[used_tables(calls, self.bases)] += 1
+            self._steps[used_tables(lookups, self.bases)] += 1
             sizes = [update.optimizer.step_size(update.lr, max(int(t), 1)) for t in self._steps]
             step_sizes = np.array(sizes, np.float32)
             segments.seg_table = np.empty(segments.seg_slot.size, np.int32)
             tables_of(segments.seg_row, self.bases, segments.seg_table, np.zeros(len(self.bases) - 1, np.int64))
         self.driver.update(
-            update.optimizer, update.lr, self.weight, self.state, segments, merged_rows(calls), stacked(update.calls),
+            update.optimizer, update.lr, self.weight, self.state, segments, merged_rows(lookups), stacked(update.calls),
             weights, step_sizes,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """How much device and pinned memory a run will use on a GPU, from what its batches need: for `--dry-run`.
 
-Only what depends on the tables' size, the cache or the batches' distinct rows is computed.  Slots of the ring are laid
-out as `gpu_records` lays them out, and grow as `Ring.take` lets them.
+Only what depends on the tables' size, the cache or the batches' distinct rows is computed.  Trays of the ring are laid
+out as `gpu_transfers` lays them out, and grow as `Ring.take` lets them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .gpu_records import PIECE_ROWS
+from .gpu_transfers import PIECE_ROWS
 from .staging import LEAST_BYTES, Layout
 from .verdicts import FLAGS
 
-EVALUATION_SLOTS = 3  # of the ring of what no plan has brought
+EVALUATION_TRAYS = 3  # of the ring of what no plan has brought
 
 
 @dataclass
@@ -66,7 +66,7 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
     ring = ring_bytes(need, staged=need.in_file or not pins_tables)
     trained = ring if need.saves else ring_bytes(need, staged=False)
     places = 0 if need.resident else need.read_only
-    lists = EVALUATION_SLOTS * 12 * places * 5 // 4  # row and slot of each; slots are made a quarter larger
+    lists = EVALUATION_TRAYS * 12 * places * 5 // 4  # row and slot of each; trays are made a quarter larger
     flags, steps = 4 * (FLAGS + 1), 16 * need.tables if need.counts_steps else 0
     device = {
         "records": need.slots * record,
@@ -90,22 +90,22 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
 
 
 def ring_bytes(need: Need, staged: bool) -> int:
-    """All slots of the ring, after the run."""
+    """All trays of the ring, after the run."""
     record = 4 * (need.dim + need.state_width)
     first = need.rows if need.resident else 0  # all rows are filled
-    slots = [0] * (3 if need.resident else need.prefetch_depth + 2)
+    trays = [0] * (3 if need.resident else need.prefetch_depth + 2)
     moves = [  # how often, and the bytes of one
         (-(-first // PIECE_ROWS), 12 * min(first, PIECE_ROWS)),
-        (len(slots), plan_bytes(need)),
+        (len(trays), plan_bytes(need)),
         (-(-need.written // PIECE_ROWS), (12 + record * staged) * min(need.written, PIECE_ROWS)),
     ]
     if need.saves:
-        moves[2] = (moves[2][0] * need.saves, moves[2][1])  # slots take turns
+        moves[2] = (moves[2][0] * need.saves, moves[2][1])  # trays take turns
     for often, nbytes in moves:
-        for number in range(min(often, len(slots))):
-            if nbytes > slots[number]:
-                slots[number] = max(LEAST_BYTES, nbytes + nbytes // 4)
-    return sum(slots)
+        for number in range(min(often, len(trays))):
+            if nbytes > trays[number]:
+                trays[number] = max(LEAST_BYTES, nbytes + nbytes // 4)
+    return sum(trays)
 
 
 def plan_bytes(need: Need) -> int:

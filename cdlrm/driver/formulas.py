@@ -11,7 +11,7 @@ import numpy as np
 from ..optim import Adam, Optimizer
 from . import signatures
 from .backend import Backend
-from .staging import Layout, Ring, Slot
+from .staging import Layout, Ring, Tray
 
 LEAST_FACTORS = 4096
 
@@ -51,7 +51,7 @@ class StepCounts:
         self.newest = 0
         self.most = 0  # no table has more steps
         self.pinned = backend.pinned(8 * max(tables, 1))
-        self.slot = self._outgrown = Slot()
+        self.tray = self._outgrown = Tray()
         self._set_factors(LEAST_FACTORS)
         self.set(np.zeros(tables, np.int64))
 
@@ -60,18 +60,18 @@ class StepCounts:
         layout = Layout()
         layout.add("factors", _factors(tuple(self.optimizer.betas), count), np.float64)
         ring = Ring(backend, stream)
-        self._outgrown, self.slot = self.slot, ring.take(layout)  # work that was issued may still use the old one
-        ring.upload(self.slot, stream)
-        self.factors, self.count = self.slot.at("factors"), count
+        self._outgrown, self.tray = self.tray, ring.take(layout)  # work that was issued may still use the old one
+        ring.upload(self.tray, stream)
+        self.factors, self.count = self.tray.at("factors"), count
 
-    def next(self, slot: Slot) -> dict[str, Any]:
-        """Parameters of the next update; `slot` has each row's table and the tables in use."""
+    def next(self, tray: Tray) -> dict[str, Any]:
+        """Parameters of the next update; `tray` has each row's table and the tables in use."""
         self.most += 1
         if self.most >= self.count:
             self._set_factors(2 * self.count)
         old, self.newest = self.newest, 1 - self.newest
-        return {"seg_table": slot.at("seg_table"), "factors": self.factors, "steps": self.buffers[old].address,
-                "next_steps": self.buffers[self.newest].address, "used": slot.at("used"),
+        return {"seg_table": tray.at("seg_table"), "factors": self.factors, "steps": self.buffers[old].address,
+                "next_steps": self.buffers[self.newest].address, "used": tray.at("used"),
                 "tables": self.tables}  # fmt: skip
 
     def get(self) -> np.ndarray:

@@ -1,6 +1,6 @@
 """`GpuDriver`: the seam by launches of the kernels in `cuda/` on a `Backend`; the CPU driver's results, bit for bit.
 
-It never waits for the device on the training path, except where a slot of a ring is still in use (see
+It never waits for the device on the training path, except where a tray of a ring is still in use (see
 `staging`).  `backend.traffic` counts launches, copies, bytes and waits.
 """
 
@@ -20,8 +20,8 @@ from ..errors import DeviceError, PinError
 from ..optim import SGD, Optimizer
 from ..store.ram import RamStore
 from .backend import Backend
-from .base import Driver, Records, Segments, Verdict, merged_rows, merged_weights
-from .calibrate import Choice, measure
+from .base import Driver, Records, Segments, Verdict, merged_weights
+from .calibrate import Choice, measure, padded
 from .carrier import Staged, ZeroCopy
 from .cpu import CpuDriver
 from .foretell import Foretold, Need, foretell
@@ -29,7 +29,7 @@ from .formulas import Formula
 from .gpu_records import GpuRecords
 from .launches import Launcher
 from .pinned import host_memory
-from .plan_arrays import add_gradient_source, add_inputs, add_segments
+from .plan_arrays import add_inputs, add_update
 from .staging import Layout, Ring
 from .verdicts import DeviceVerdict, Verdicts
 
@@ -104,7 +104,7 @@ class GpuDriver(Driver):
         self._open -= 1
 
     def padded_width(self, dim: int, state_width: int) -> int:
-        return -(-(dim + state_width) // 8) * 8 if self.padded and state_width else 0
+        return padded((dim, state_width)) if self.padded and state_width else 0
 
     def carrier(self, store: Store, ring: Ring) -> ZeroCopy | Staged:
         """How the records of `store` travel."""
@@ -184,25 +184,22 @@ class GpuDriver(Driver):
         rows, inverse = np.unique(np.concatenate([each.rows for each in lookups]), return_inverse=True)
         segments: Segments = self.host.build_segments(inverse.astype(np.int32), self.host.new_stamps(len(rows)))
         layout = Layout()
-        long = add_segments(layout, segments)
         add_inputs(layout, lookups[0])
-        add_gradient_source(layout, lookups, merged_rows(lookups), True)
-        weights = merged_weights([call.weights for call in calls], lookups)
-        if weights is not None:
-            layout.add("weights", weights, np.float32)
+        weights = merged_weights(lookups)
+        long = add_update(layout, segments, lookups, weights, True)
         ring = Ring(backend, stream)
-        slot = ring.take(layout)
-        ring.upload(slot, stream)
+        tray = ring.take(layout)
+        ring.upload(tray, stream)
         sums = backend.output((len(rows), dim), torch.float32)
         backend.clear(backend.address(sums), 4 * sums.numel(), stream)
         grads = [call.grad for call in calls if call.grad is not None]
         grad = grads[0] if len(grads) == 1 else torch.cat(grads)
         optimizer = SGD(lr=0.0)
         launcher = Launcher(backend, dim)
-        source = {**launcher.source(slot, lookups, grad, True), "per_sample": slot.at("weights")}
+        source = {**launcher.source(tray, lookups, grad, True), "per_sample": tray.at("weights")}
         records = {"weight": backend.address(sums), "weight_stride": dim, "state": 0, "state_stride": 1}
         formula = Formula(optimizer)
-        launcher.apply(records, formula.number, slot, len(rows), long, source, formula.values(optimizer, -1.0),
+        launcher.apply(records, formula.number, tray, len(rows), long, source, formula.values(optimizer, -1.0),
                        {"flag": 0, "number": 0, "sticky": 0}, stream)  # fmt: skip
         backend.synchronize(backend.record(stream), "norm")
         backend.hand_over(stream)

@@ -11,7 +11,7 @@ from ..lookups import Lookups
 from . import signatures
 from .backend import Backend, DeviceBuffer, Stream
 from .plan_arrays import Long, needs_lookup_rows
-from .staging import Slot
+from .staging import Tray
 
 
 class Launcher:
@@ -20,7 +20,7 @@ class Launcher:
     def __init__(self, backend: Backend, dim: int) -> None:
         self.backend, self.dim = backend, dim
         self.vec = 4 if dim % 4 == 0 else 1
-        self.held = signatures.steps_held(dim)
+        self.column_steps = signatures.steps_held(dim)
         self._sums: DeviceBuffer = backend.alloc(0)  # of chunks
         self._outgrown = self._sums
 
@@ -34,12 +34,12 @@ class Launcher:
             grid = signatures.blocks(self.vec, owners)
             self.backend.launch(kernel, whole, grid, signatures.pack(kernel, values), stream)
 
-    def source(self, slot: Slot, calls: Sequence[Lookups], grad: Tensor, divided: bool) -> dict[str, Any]:
+    def source(self, tray: Tray, lookups: Sequence[Lookups], grad: Tensor, divided: bool) -> dict[str, Any]:
         """Where the gradient of each lookup is."""
-        computed = not needs_lookup_rows(calls)
+        computed = not needs_lookup_rows(lookups)
         return {
-            "lookup_row": 0 if computed else slot.at("lookup_row"), "columns": slot.at("columns0"),
-            "batch": calls[0].batch_size, "width": calls[0].width, "divisor": 0 if divided else slot.at("divisor"),
+            "lookup_row": 0 if computed else tray.at("lookup_row"), "columns": tray.at("columns0"),
+            "batch": lookups[0].batch_size, "width": lookups[0].width, "divisor": 0 if divided else tray.at("divisor"),
             "grad": self.backend.address(grad), "dim": self.dim,
         }  # fmt: skip
 
@@ -48,26 +48,26 @@ class Launcher:
         return grad.clone() if self.backend.address(grad) % 16 else grad
 
     def apply(
-        self, records: dict[str, int], optimizer: int, slot: Slot, distinct: int, long: Long, source: dict[str, Any],
+        self, records: dict[str, int], optimizer: int, tray: Tray, distinct: int, long: Long, source: dict[str, Any],
         formula: dict[str, Any], suppress: dict[str, int], stream: Stream,
     ) -> None:  # fmt: skip
-        """Launch the update of `distinct` rows whose segments are in `slot`: short rows, chunks of long ones, sums."""
-        seg_lookup = {"seg_lookup": slot.at("seg_lookup")}
+        """Launch the update of `distinct` rows whose segments are in `tray`: short rows, chunks of long ones, sums."""
+        seg_lookup = {"seg_lookup": tray.at("seg_lookup")}
         tables = formula.get("tables", 0)
         only_long = {k: v for k, v in formula.items() if k not in ("next_steps", "used", "tables")}
-        values = {**records, "seg_slot": slot.at("seg_slot"), "seg_start": slot.at("seg_start"), "distinct": distinct,
+        values = {**records, "seg_slot": tray.at("seg_slot"), "seg_start": tray.at("seg_start"), "distinct": distinct,
                   **seg_lookup, **source, **formula, "tables": tables, **suppress}  # fmt: skip
-        self.launch("update_short", (self.held,), max(distinct, tables), stream, values, optimizer)
+        self.launch("update_short", (self.column_steps,), max(distinct, tables), stream, values, optimizer)
         if not long.rows:
             return
         sums = self._room_for_sums(long.chunks)
-        values = {"chunk_start": slot.at("chunk_start"), "chunk_stop": slot.at("chunk_stop"), "chunks": long.chunks,
+        values = {"chunk_start": tray.at("chunk_start"), "chunk_stop": tray.at("chunk_stop"), "chunks": long.chunks,
                   **seg_lookup, **source, "sums": sums, **suppress}  # fmt: skip
-        self.launch("chunk_sums", (self.held,), long.chunks, stream, values)
-        values = {**records, "seg_slot": slot.at("seg_slot"), "long_rows": slot.at("long_rows"),
-                  "long_chunks": slot.at("long_chunks"), "count": long.rows, "sums": sums, "dim": self.dim,
+        self.launch("chunk_sums", (self.column_steps,), long.chunks, stream, values)
+        values = {**records, "seg_slot": tray.at("seg_slot"), "long_rows": tray.at("long_rows"),
+                  "long_chunks": tray.at("long_chunks"), "count": long.rows, "sums": sums, "dim": self.dim,
                   **only_long, **suppress}  # fmt: skip
-        self.launch("update_long", (self.held,), long.rows, stream, values, optimizer)
+        self.launch("update_long", (self.column_steps,), long.rows, stream, values, optimizer)
 
     def _room_for_sums(self, chunks: int) -> int:
         if self._sums.nbytes < 4 * chunks * self.dim:

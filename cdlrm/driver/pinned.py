@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import resource
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from ..errors import PinError
+from ..machine import cores
 
 log = logging.getLogger("cdlrm")
 
@@ -180,8 +180,7 @@ class PinBar:
 
 
 def _threads(total: int) -> int:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16, cpus, -(-total // TOUCH_BYTES)))
+    return max(1, min(16, cores(), -(-total // TOUCH_BYTES)))
 
 
 def _touch(pool: ThreadPoolExecutor, data: np.ndarray) -> list[Future[None]]:

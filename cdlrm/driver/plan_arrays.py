@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..lookups import Lookups
+from ..plan.kernels import tables_of
 from . import signatures
-from .base import Segments
+from .base import Segments, merged_rows, used_tables
 from .staging import Layout
 
 
@@ -21,17 +22,23 @@ def add_inputs(layout: Layout, lookups: Lookups, number: int = 0) -> None:
     layout.add(f"mean{number}", lookups.mean, np.uint8)
 
 
-def add_gradient_source(layout: Layout, calls: Sequence[Lookups], lookup_row: np.ndarray, divided: bool) -> None:
-    """Where each lookup of `calls` finds its gradient.  One call with one lookup a bag needs no list: the
+def add_gradient_source(layout: Layout, lookups: Sequence[Lookups], lookup_row: np.ndarray, divided: bool) -> None:
+    """Where each lookup of some calls finds its gradient.  One call with one lookup a bag needs no list: the
     kernels compute the row.  `divided`: the gradients of mean bags are divided by their length already."""
-    if needs_lookup_rows(calls):
+    if needs_lookup_rows(lookups):
         layout.add("lookup_row", lookup_row, np.int32)
-    if not divided and any(call.starts is not None and call.mean.any() for call in calls):
-        layout.add("divisor", np.concatenate([divisors(call) for call in calls]), np.float32)
+    if not divided and any(each.starts is not None and each.mean.any() for each in lookups):
+        layout.add("divisor", np.concatenate([divisors(each) for each in lookups]), np.float32)
 
 
-def needs_lookup_rows(calls: Sequence[Lookups]) -> bool:
-    return len(calls) != 1 or calls[0].starts is not None
+def add_weights(layout: Layout, weights: np.ndarray | None) -> None:
+    """Per-sample weights float32 [L], if there are any."""
+    if weights is not None:
+        layout.add("weights", weights, np.float32)
+
+
+def needs_lookup_rows(lookups: Sequence[Lookups]) -> bool:
+    return len(lookups) != 1 or lookups[0].starts is not None
 
 
 def divisors(lookups: Lookups) -> np.ndarray:
@@ -69,3 +76,28 @@ def add_segments(layout: Layout, segments: Segments) -> Long:
     stop = np.repeat(segments.seg_start[long_rows + 1], counts)
     layout.add("chunk_stop", np.minimum(start + signatures.LONG_ROW, stop), np.int32)
     return Long(int(long_rows.size), int(first[-1]))
+
+
+def add_update(
+    layout: Layout, segments: Segments, lookups: Sequence[Lookups], weights: np.ndarray | None, divided: bool,
+    bases: np.ndarray | None = None,
+) -> Long:  # fmt: skip
+    """What the update of calls reads besides the inputs of the first.  `bases`: first group row of each table, for
+    formulas that count steps (None: this one does not)."""
+    long = add_segments(layout, segments)
+    add_gradient_source(layout, lookups, merged_rows(lookups), divided)
+    add_weights(layout, weights)
+    if bases is not None:
+        _add_tables(layout, segments, lookups, bases)
+    return long
+
+
+def _add_tables(layout: Layout, segments: Segments, lookups: Sequence[Lookups], bases: np.ndarray) -> None:
+    """Each row's table, and which tables are used."""
+    assert segments.seg_row is not None
+    tables = len(bases) - 1
+    seg_table, used = np.empty(segments.seg_row.size, np.int32), np.zeros(tables, np.uint8)
+    tables_of(segments.seg_row, bases, seg_table, np.zeros(tables, np.int64))
+    used[used_tables(lookups, bases)] = 1
+    layout.add("seg_table", seg_table, np.int32)
+    layout.add("used", used, np.uint8)

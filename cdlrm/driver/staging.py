@@ -1,6 +1,6 @@
 """What travels to a GPU with a plan: one piece of pinned memory, one copy, and where each array lies on the device.
 
-A `Slot` is a pinned buffer and a device buffer of one layout.  The slots of a group form a ring: a slot is used
+A `Tray` is a pinned buffer and a device buffer of one layout.  The trays of a group form a ring: a tray is used
 again only after the event that its batch ended with, so that the host never runs further ahead of the device than
 the ring is long.
 """
@@ -48,7 +48,7 @@ class Layout:
         return offset
 
 
-class Slot:
+class Tray:
     """One place of the ring; see `Ring.take`."""
 
     def __init__(self) -> None:
@@ -79,70 +79,70 @@ class Slot:
 
 @dataclass
 class Ring:
-    """The slots of one group."""
+    """The trays of one group."""
 
     backend: Backend
     transfer: Stream
-    limit: int = 3  # slots; more exist only while more are in use at once
-    slots: list[Slot] = field(default_factory=list)
-    free: deque[Slot] = field(default_factory=deque)
+    limit: int = 3  # trays; more exist only while more are in use at once
+    trays: list[Tray] = field(default_factory=list)
+    free: deque[Tray] = field(default_factory=deque)
     lock: Any = field(default_factory=threading.Lock)
 
-    def take(self, layout: Layout) -> Slot:
-        """A slot that nobody uses, large enough; its arrays are in the pinned memory, not yet on the device."""
+    def take(self, layout: Layout) -> Tray:
+        """A tray that nobody uses, large enough; its arrays are in the pinned memory, not yet on the device."""
         with self.lock:
-            fresh = not self.free or (len(self.slots) < self.limit and self.free[0].event is not None)
-            slot = Slot() if fresh else self.free.popleft()
+            fresh = not self.free or (len(self.trays) < self.limit and self.free[0].event is not None)
+            tray = Tray() if fresh else self.free.popleft()
             if fresh:
-                self.slots.append(slot)
-        self.settle(slot)
+                self.trays.append(tray)
+        self.settle(tray)
         backend = self.backend
-        if slot.pinned is None or slot.pinned.array.nbytes < layout.nbytes:
+        if tray.pinned is None or tray.pinned.array.nbytes < layout.nbytes:
             size = max(LEAST_BYTES, layout.nbytes + layout.nbytes // 4)
-            slot.pinned = slot.device = None
-            slot.pinned, slot.device = backend.pinned(size), backend.alloc(size)
+            tray.pinned = tray.device = None
+            tray.pinned, tray.device = backend.pinned(size), backend.alloc(size)
             # torch may have freed this memory a moment ago, with work on it still to come on its own stream
             backend.wait(self.transfer, backend.record(backend.compute_stream()))
-        assert slot.pinned is not None
-        backend.host_reuse(slot.pinned.address, slot.pinned.array.nbytes)
-        backend.host_writes(slot.pinned.address, layout.uploaded)
-        slot.layout = layout
+        assert tray.pinned is not None
+        backend.host_reuse(tray.pinned.address, tray.pinned.array.nbytes)
+        backend.host_writes(tray.pinned.address, layout.uploaded)
+        tray.layout = layout
         for offset, array, dtype in layout.arrays:
             nbytes = array.size * dtype.itemsize
-            slot.pinned.array[offset : offset + nbytes].view(dtype)[:] = array.reshape(-1)
-        return slot
+            tray.pinned.array[offset : offset + nbytes].view(dtype)[:] = array.reshape(-1)
+        return tray
 
-    def settle(self, slot: Slot) -> None:
-        """Until the slot is not in use by the device any more."""
-        event, slot.event = slot.event, None
+    def settle(self, tray: Tray) -> None:
+        """Until the tray is not in use by the device any more."""
+        event, tray.event = tray.event, None
         if event is not None and not self.backend.is_done(event):
             self.backend.synchronize(event, "ring")
-        self.land(slot)
+        self.land(tray)
 
-    def land(self, slot: Slot) -> None:
-        landing, slot.landing = slot.landing, None
+    def land(self, tray: Tray) -> None:
+        landing, tray.landing = tray.landing, None
         if landing is not None:
             landing()
 
-    def upload(self, slot: Slot, stream: Stream) -> None:
+    def upload(self, tray: Tray, stream: Stream) -> None:
         """The one copy to the device."""
-        assert slot.pinned is not None and slot.device is not None
-        if slot.layout.uploaded:
-            self.backend.copy(slot.device.address, slot.pinned.address, slot.layout.uploaded, "h2d", stream)
+        assert tray.pinned is not None and tray.device is not None
+        if tray.layout.uploaded:
+            self.backend.copy(tray.device.address, tray.pinned.address, tray.layout.uploaded, "h2d", stream)
 
-    def give_back(self, slot: Slot, event: Event) -> None:
-        """The slot may be used again after `event`."""
-        slot.event = event
+    def give_back(self, tray: Tray, event: Event) -> None:
+        """The tray may be used again after `event`."""
+        tray.event = event
         with self.lock:
-            self.free.append(slot)
+            self.free.append(tray)
 
     def land_all(self) -> None:
-        """Take out of every slot what the host must still take."""
-        for slot in list(self.slots):
-            self.land(slot)
+        """Take out of every tray what the host must still take."""
+        for tray in list(self.trays):
+            self.land(tray)
 
     def close(self) -> None:
         """Wait for all that is in use, and free it."""
-        for slot in self.slots:
-            self.settle(slot)
-        self.slots, self.free = [], deque()
+        for tray in self.trays:
+            self.settle(tray)
+        self.trays, self.free = [], deque()

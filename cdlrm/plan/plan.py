@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ class Plan:
     how many later batches had been scanned; `short` whether that was fewer than the horizon although
     a victim was needed and more batches were to come.  `copied` fills came from the store (the others
     were generated) and `written` evicts were dirty: known once the plan was executed.  `calls`: the lookups
-    of the batch's calls, in order; `staged`: the device's own, where the plan's arrays are on it.
+    of the batch's calls, in order.
     """
 
     batch: int
@@ -48,7 +47,6 @@ class Plan:
     copied: int = 0
     written: int = 0
     calls: list[Lookups] = field(default_factory=list)
-    staged: Any = None
 
     @property
     def lookups(self) -> int:

@@ -14,7 +14,6 @@ says how much of a stage runs on several cores.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import describe
+from ..machine import cores, describe
 from .fit import fit_costs
 from .measure import Case, Dense, Memory, Tables, Whole
 from .profiles import Profile
@@ -127,7 +126,7 @@ def _profile(memory: Memory, dense: list[Dense], tables: list[Tables], rounds: i
     flops = max(d.shape.dense_flops / d.least.wall for d in dense)
     source = f"measured by `cdlrm calibrate`, {rounds} rounds, on {facts['processor']}"
     return Profile(
-        name=f"this machine ({facts['processor']})", kind="cpu", cores=len(os.sched_getaffinity(0)),
+        name=f"this machine ({facts['processor']})", kind="cpu", cores=cores(),
         host_memory_bytes=int(facts["memory_bytes"] or 0), host_gb_per_s=memory.gb_per_s(),
         host_record_gb_per_s=memory.record_gb_per_s(), planner_lookups_per_s=float(rates[0]),
         segment_lookups_per_s=float(rates[1]),

@@ -7,7 +7,6 @@ several planners, and later ones, can be run on it.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..horizon import LEAST_HORIZON, horizon_for
+from ..machine import cores
 from ..plan import Planner
 from ..simulate.caches import LruCurve
 from ..simulate.trace import Trace
@@ -172,7 +172,7 @@ def run_planners(
         return everything_resident(ids) if rows >= ids.rows else run_planner(ids, rows, horizon, depth)
 
     out = []
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="cdlrm-plan") as pool:
+    with ThreadPoolExecutor(cores(), thread_name_prefix="cdlrm-plan") as pool:
         for traffic in pool.map(run, sizes):
             out.append(traffic)
             progress(1)
