@@ -443,6 +443,58 @@ def test_training_on_a_stream_of_the_users_own(monkeypatch: Any, inside: bool, c
         ebc.close()
 
 
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("look", [False, True])
+def test_two_calls_of_a_step_on_two_streams(monkeypatch: Any, look: bool, nonfinite: str) -> None:
+    """Their gradients are made and checked on two streams, and make one update on one of them."""
+    for seed in range(4):
+        use(monkeypatch, seed)
+        rng, some, spec = np.random.default_rng(seed), tables(2, rows=50), cdlrm.Adam(lr=0.05)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=40, nonfinite=nonfinite)
+        oracle, backend = Oracle(some, spec), backend_of(ebc)
+        streams = [backend.compute_stream(), backend.new_stream_named("first"), backend.new_stream_named("second")]
+        inputs, others = ([one_hot(rng, some, 5) for _ in range(10)] for _ in range(2))
+        loader = [to_torch(each) for each in inputs]
+        for j, batch in enumerate(cdlrm.lookahead(ebc, loader) if look else loader):
+            wants = [oracle.forward(inputs[j]), oracle.forward(others[j])]
+            outs = []
+            for call, given in enumerate((batch, to_torch(others[j]))):
+                with backend.current(streams[(j + call) % 3]):
+                    outs.append(ebc(given))
+            grads = [random_grad(rng, want) for want in wants]
+            skip = nonfinite == "skip" and j in (3, 6)
+            if skip:
+                grads[j % 2][0] = np.nan
+            for call, (out, want) in enumerate(zip(outs, wants, strict=True)):
+                same_bits(out, want, f"batch {j}, call {call}")
+                with backend.current(streams[(j + call) % 3]):
+                    backward(out, grads[call])
+            oracle.backward(*([None, None] if skip else grads))
+        same_tables(ebc, oracle, "end")
+        ebc.close()
+
+
+def test_room_for_sums_that_was_outgrown_on_another_stream(monkeypatch: Any) -> None:
+    """Torch gives memory on in the order of the stream on which it was asked for."""
+    for seed in range(4):
+        use(monkeypatch, seed, style="late")
+        some, spec = tables(1, rows=60), cdlrm.SGD(lr=0.05)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=60)
+        backend = backend_of(ebc)
+        streams = [backend.compute_stream(), backend.new_stream_named("of the user")]
+        rng, oracle = np.random.default_rng(seed), Oracle(some, spec)
+        for count, number in ((300, 0), (300, 1), (1500, 1), (6000, 1), (300, 0), (20_000, 0)):
+            given = {"t0": (np.full(count, 3), None, None)}
+            with backend.current(streams[number]):
+                want, out = oracle.forward(given), ebc(to_torch(given))
+                same_bits(out, want, f"{count} lookups")
+                grad = random_grad(rng, want)
+                backward(out, grad)
+                oracle.backward(grad)
+        same_tables(ebc, oracle, "end")
+        ebc.close()
+
+
 def test_evaluation_needs_no_room_for_a_second_cache(monkeypatch: Any) -> None:
     """With a cache of most of the device's memory, rows that are not cached can still be read, in any batch."""
     some = [cdlrm.Table("t0", 60_000, 64)]

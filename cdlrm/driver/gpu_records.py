@@ -481,6 +481,7 @@ class GpuRecords(Records):
     def update(self, update: Update) -> None:
         stream = self.backend.compute_stream()
         self._after_others(stream)
+        elsewhere = self.driver.after_checks(stream, update.verdicts)
         calls, extra = update.calls, None
         lookups = [call.lookups for call in calls]
         divided = calls[0].divided
@@ -516,6 +517,8 @@ class GpuRecords(Records):
                    {**formula, **steps}, suppress, stream)  # fmt: skip
         self._done_with(extra, stream)
         self._used(stream)
+        for other in elsewhere:  # torch gives the gradients' memory on in the order of the stream that made them
+            self.backend.wait(other, self._uses[stream])
 
     def _add_tables(self, layout: Layout, segments: Segments, calls: Sequence[Lookups]) -> None:
         """Each row's table, and which tables are used, for formulas that count steps."""
