@@ -350,6 +350,16 @@ def test_a_module_that_is_dropped_without_close(monkeypatch: Any, zero_copy: boo
     assert not backend.memory.live("pinned") and not backend.memory.live("registered")
 
 
+def test_tables_are_unpinned_after_an_evaluation_that_reads_them(monkeypatch: Any) -> None:
+    """Also at the end of a process that has closed nothing."""
+    use(monkeypatch, 1)
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
+    ebc = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=10)
+    with torch.no_grad():
+        ebc({f"t{i}": torch.arange(30) for i in range(2)})
+    ebc.groups[0].records.carrier.close()
+
+
 # --- ids and inputs that a plan has not brought ---
 
 
