@@ -86,6 +86,7 @@ class Use:
     lookups: int = 0  # of the largest batch
     long_chunks: int = 0  # of 256 lookups, of rows that more of them hit, in one batch
     several: bool = False  # ids a bag
+    written: int = 0  # distinct rows of the batches between two checkpoints
 
 
 def plan_memory(config: TrainConfig) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     data = open_datasets(config, notes)
     layout = _layout(config, data.table_rows)
     small = _layout(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
-    use = count(open_datasets(config, []).train, data.table_rows)
+    use = count(open_datasets(config, []).train, data.table_rows, config.checkpoint_every)
     peak = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout)), data, small)
     apart = None
     if peak.driver is not None:
@@ -249,18 +250,24 @@ def _rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
 # --- counted ---
 
 
-def count(source: Source, rows: list[int]) -> Use:
-    """Read the ids of an epoch's batches, at most COUNTED_BATCHES, and mark the rows that they use."""
+def count(source: Source, rows: list[int], every: int | None = None) -> Use:
+    """Read the ids of an epoch's batches, at most COUNTED_BATCHES, and mark the rows that they use.  `every`: batches
+    between two checkpoints."""
     bases = dict(zip(source.features, np.cumsum([0, *rows[:-1]]), strict=True))
     trained, batches, complete = np.zeros(-(-sum(rows) // 8), np.uint8), 0, True
-    largest = lookups = chunks = 0
-    several = False
+    largest = lookups = chunks = written = 0
+    several, since = False, np.zeros_like(trained)  # rows since the last checkpoint
     for batch in source:
         if batches == COUNTED_BATCHES:
             complete = False
             break
         ids = np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
         bits.mark(trained, trained, ids)
+        if every is not None:
+            if batches % every == 0:
+                since[:] = 0
+            bits.mark(since, since, ids)
+            written = max(written, int(np.bitwise_count(since).sum()))
         if batches < REHEARSED_BATCHES:  # the largest of some is near the largest of all
             hits = np.unique(ids, return_counts=True)[1]
             largest, lookups = max(largest, hits.size), max(lookups, ids.size)
@@ -268,7 +275,7 @@ def count(source: Source, rows: list[int]) -> Use:
             several = several or any(jagged.offsets is not None for jagged in batch.sparse.values())
         batches += 1
     used = int(np.bitwise_count(trained).sum())
-    return Use(batches, complete, trained, used, largest, lookups, chunks, several)
+    return Use(batches, complete, trained, used, largest, lookups, chunks, several, written)
 
 
 def _pages(trained: np.ndarray, lo: int, hi: int, row_bytes: int, page: int) -> int:
@@ -296,7 +303,8 @@ def _on_device(
     """`device_parts`, `device_bytes`, `pinned_parts`, `pinned_bytes`: computed for these tables; what a rehearsal on
     small ones had besides its own is the rest."""
     assert peak.driver is not None
-    ids = count(_Cut(open_datasets(config, []).train, small.rows, REHEARSED_BATCHES), small.rows)  # type: ignore[arg-type]
+    source = _Cut(open_datasets(config, []).train, small.rows, REHEARSED_BATCHES)
+    ids = count(source, small.rows, config.checkpoint_every)  # type: ignore[arg-type]
     small = dataclasses.replace(small, slots=_rehearsed_slots(small))
     full = peak.driver.foretell(_need(config, data, layout, use, peak))
     cut = peak.driver.foretell(_need(
@@ -305,21 +313,21 @@ def _on_device(
     ))  # fmt: skip
     assert full is not None and cut is not None
     found: dict[str, Any] = {}
+    inputs = max(peak.pinned - sum(cut.pinned.values()), 0)  # with as much on the device, where they stay to the end
     for name, most, parts, own in (
         ("device", peak.device, full.device, cut.device), ("pinned", peak.pinned, full.pinned, cut.pinned)
     ):  # fmt: skip
         parts = {part: size for part, size in parts.items() if size}
         parts["MLPs, activations and inputs" if name == "device" else "inputs"] = max(most - sum(own.values()), 0)
-        if name == "device" and (more := full.last - max(most - sum(own.values()), 0)) > 0:
+        gone = full.device["outputs"] + max(most - sum(own.values()) - inputs, 0)
+        if name == "device" and (more := full.last - gone) > 0:
             parts["ring slots, when rows are written home"] = more
         found |= {f"{name}_parts": parts, f"{name}_bytes": sum(parts.values())}
     return found
 
 
 def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: Peak) -> Need:
-    changed = min(layout.slots, use.rows)
-    if config.checkpoint_every is not None:
-        changed = min(changed, config.checkpoint_every * use.largest)
+    changed = min(layout.slots, use.rows if config.checkpoint_every is None else use.written)
     return Need(
         tables=len(layout.rows), rows=layout.total_rows, dim=layout.weight_bytes // 4,
         state_width=layout.state_bytes // 4, slots=max(layout.slots, use.largest), resident=layout.resident,
@@ -328,8 +336,13 @@ def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: P
         several=use.several, mean=config.pooling == "mean", written=changed, read_only=peak.read_only,
         counts_steps=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).counts_steps,
         growing=layout.slots < use.largest,
-        saves=0 if config.checkpoint_every is None else use.batches * config.nepochs // config.checkpoint_every,
+        saves=_saves(use.batches * config.nepochs, config.checkpoint_every),
     )  # fmt: skip
+
+
+def _saves(batches: int, every: int | None) -> int:
+    """Checkpoints of a run, with that at its end; 0: there is no other."""
+    return 0 if every is None or every > batches else -(-batches // every)
 
 
 def _start(config: TrainConfig, layout: Layout) -> dict[str, float]:
