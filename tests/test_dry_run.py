@@ -107,10 +107,13 @@ ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
     "staged": (False, {"optimizer": "sgd"}),
     "staged, saved": (False, {"optimizer": "sgd", "checkpoint_every": 10, "metrics": False}),
     "saved thrice, deep": (
-        False, {"optimizer": "adam", "checkpoint_every": 5, "num_batches": 14, "prefetch_depth": 6, "cache_ratio": 0.1}
+        False, {"optimizer": "adam", "checkpoint_every": 5, "num_batches": 14, "prefetch_depth": 6, "cache_ratio": 0.1},
     ),
     "many batches": (True, {"num_batches": 40, "cache_ratio": 0.1}),
-    "file, evaluated": (False, {"optimizer": "adam", "store": "file:tables", "synthetic_multi_hot": 3}),
+    "file, evaluated": (
+        False, {"optimizer": "adam", "store": "file:tables", "synthetic_multi_hot": 3, "cache_ratio": 0.1,
+                "arch_sparse_feature_size": 7, "arch_mlp_bot": "13-16-7"},
+    ),
     "counted steps": (False, {"optimizer": "adam", "cache_ratio": 0.3, "metrics": False, "prefetch_depth": 2}),
     "resident": (True, {"optimizer": "adagrad", "cache_ratio": 1.0}),
     "several ids": (True, {"synthetic_multi_hot": 3, "pooling": "mean", "num_batches": 6}),
