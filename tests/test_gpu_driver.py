@@ -298,6 +298,21 @@ def test_a_device_that_is_lost(monkeypatch: Any, caplog: Any, fault: str) -> Non
         assert value.shape == saved[key].shape and torch.isfinite(value).all()
 
 
+def test_a_device_that_is_lost_while_counts_of_steps_come_home(monkeypatch: Any) -> None:
+    """The flush tells it, with the stage; `close` is clean."""
+    use(monkeypatch)
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
+    some = tables(1)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=20)
+    ebc({"t0": torch.arange(8)}).sum().backward()
+    backend_of(ebc).fail_at("copy:d2h", 1)
+    with pytest.raises(DeviceError, match="counts of steps") as caught:
+        ebc.flush()
+    assert caught.value.sticky
+    ebc.close()
+    assert torch.isfinite(ebc.state_dict()["embedding_bags.t0.weight"]).all()
+
+
 def test_ctrl_c_in_the_middle_of_a_transfer(monkeypatch: Any) -> None:
     """Nothing hangs, and what was trained is in the tables."""
     use(monkeypatch, 2)

@@ -545,9 +545,11 @@ class GpuRecords(Records):
     # --- counts of steps, the end ---
 
     @property
+    @_named("counts of steps")
     def table_steps(self) -> np.ndarray:
         return np.zeros(len(self.bases) - 1, np.int64) if self.counts is None else self.counts.get()
 
+    @_named("counts of steps")
     def set_table_steps(self, steps: np.ndarray) -> None:
         if self.counts is not None:
             self.counts.set(steps)
