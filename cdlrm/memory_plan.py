@@ -53,7 +53,7 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     data = open_datasets(config, notes)
     layout = layout_of(config, data.table_rows)
     small = layout_of(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
-    use = count(open_datasets(config, []).train, data.table_rows)
+    use = count(open_datasets(config, []).train, data.table_rows, config.checkpoint_every)
     peak = rehearse(dataclasses.replace(config, horizon=horizon_of(config, layout)), data, small)
     apart = None
     if peak.driver is not None:
@@ -104,7 +104,8 @@ def _on_device(
     """`device_parts`, `device_bytes`, `pinned_parts`, `pinned_bytes`: computed for these tables; what a rehearsal on
     small ones had besides its own is the rest."""
     assert peak.driver is not None
-    ids = count(Cut(open_datasets(config, []).train, small.rows, REHEARSED_BATCHES), small.rows)  # type: ignore[arg-type]
+    source = Cut(open_datasets(config, []).train, small.rows, REHEARSED_BATCHES)
+    ids = count(source, small.rows, config.checkpoint_every)  # type: ignore[arg-type]
     small = dataclasses.replace(small, slots=rehearsed_slots(small))
     full = peak.driver.foretell(_need(config, data, layout, use, peak))
     cut = peak.driver.foretell(_need(
@@ -113,21 +114,21 @@ def _on_device(
     ))  # fmt: skip
     assert full is not None and cut is not None
     found: dict[str, Any] = {}
+    inputs = max(peak.pinned - sum(cut.pinned.values()), 0)  # with as much on the device, where they stay to the end
     for name, most, parts, own in (
         ("device", peak.device, full.device, cut.device), ("pinned", peak.pinned, full.pinned, cut.pinned)
     ):  # fmt: skip
         parts = {part: size for part, size in parts.items() if size}
         parts["MLPs, activations and inputs" if name == "device" else "inputs"] = max(most - sum(own.values()), 0)
-        if name == "device" and (more := full.last - max(most - sum(own.values()), 0)) > 0:
+        gone = full.device["outputs"] + max(most - sum(own.values()) - inputs, 0)
+        if name == "device" and (more := full.last - gone) > 0:
             parts["ring slots, when rows are written home"] = more
         found |= {f"{name}_parts": parts, f"{name}_bytes": sum(parts.values())}
     return found
 
 
 def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: Peak) -> Need:
-    changed = min(layout.slots, use.rows)
-    if config.checkpoint_every is not None:
-        changed = min(changed, config.checkpoint_every * use.largest)
+    changed = min(layout.slots, use.rows if config.checkpoint_every is None else use.written)
     return Need(
         tables=len(layout.rows), rows=layout.total_rows, dim=layout.weight_bytes // 4,
         state_width=layout.state_bytes // 4, slots=max(layout.slots, use.largest), resident=layout.resident,
@@ -136,5 +137,10 @@ def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: P
         several=use.several, mean=config.pooling == "mean", written=changed, read_only=peak.read_only,
         counts_steps=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).counts_steps,
         growing=layout.slots < use.largest,
-        saves=0 if config.checkpoint_every is None else use.batches * config.nepochs // config.checkpoint_every,
+        saves=_saves(use.batches * config.nepochs, config.checkpoint_every),
     )  # fmt: skip
+
+
+def _saves(batches: int, every: int | None) -> int:
+    """Checkpoints of a run, with that at its end; 0: there is no other."""
+    return 0 if every is None or every > batches else -(-batches // every)

@@ -27,20 +27,27 @@ class Use:
     lookups: int = 0  # of the largest batch
     long_chunks: int = 0  # of 256 lookups, of rows that more of them hit, in one batch
     several: bool = False  # ids a bag
+    written: int = 0  # distinct rows of the batches between two checkpoints
 
 
-def count(source: Source, rows: list[int]) -> Use:
-    """Read the ids of an epoch's batches, at most COUNTED_BATCHES, and mark the rows that they use."""
+def count(source: Source, rows: list[int], every: int | None = None) -> Use:
+    """Read the ids of an epoch's batches, at most COUNTED_BATCHES, and mark the rows that they use.  `every`: batches
+    between two checkpoints."""
     bases = dict(zip(source.features, np.cumsum([0, *rows[:-1]]), strict=True))
     trained, batches, complete = np.zeros(-(-sum(rows) // 8), np.uint8), 0, True
-    largest = lookups = chunks = 0
-    several = False
+    largest = lookups = chunks = written = 0
+    several, since = False, np.zeros_like(trained)  # rows since the last checkpoint
     for batch in source:
         if batches == COUNTED_BATCHES:
             complete = False
             break
         ids = np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
         bits.mark(trained, ids)
+        if every is not None:
+            if batches % every == 0:
+                since[:] = 0
+            bits.mark(since, ids)
+            written = max(written, int(np.bitwise_count(since).sum()))
         if batches < REHEARSED_BATCHES:  # the largest of some is near the largest of all
             hits = np.unique(ids, return_counts=True)[1]
             largest, lookups = max(largest, hits.size), max(lookups, ids.size)
@@ -48,7 +55,7 @@ def count(source: Source, rows: list[int]) -> Use:
             several = several or any(jagged.offsets is not None for jagged in batch.sparse.values())
         batches += 1
     used = int(np.bitwise_count(trained).sum())
-    return Use(batches, complete, trained, used, largest, lookups, chunks, several)
+    return Use(batches, complete, trained, used, largest, lookups, chunks, several, written)
 
 
 def pages(trained: np.ndarray, lo: int, hi: int, row_bytes: int, page: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class Trainer:
         self._torn = False  # a step was left in its middle, by a second Ctrl-C
         # On a GPU whether a step was finite is read later, except where the step is to be left out exactly.
         late = self.device.type != "cpu" and config.nonfinite == "raise"
-        self._late = LateCheck(config.prefetch_depth + 1) if late else None
+        self._late = LateCheck(config.prefetch_depth + 1, partial(self._waited, "steps")) if late else None
         self._step_name = ""
         self._step_names: dict[str, str] = {}  # the tables' name of each of the newest steps -> ours
         self._loss: float | None = None
@@ -285,16 +286,24 @@ class Trainer:
     def _finite(self, what: str, value: Tensor) -> bool:
         """Whether `value` is finite; otherwise the step is skipped and counted, or the run stops.  A GPU that tells
         later is taken to say yes."""
-        if self._late is not None or bool(torch.isfinite(value)):
+        if self._late is not None:
+            return True
+        self._waited("finite")
+        if bool(torch.isfinite(value)):
             return True
         if self.config.nonfinite == "raise":
             raise NonFiniteGradientError(not_finite(what, value.item()))
         self.skipped += 1
         return False
 
+    def _waited(self, reason: str) -> None:
+        """The host waits for the device now: counted beside the waits of the tables."""
+        self.tables.groups[0].driver.waited(reason, 1)
+
     def _take_loss(self) -> None:
         """Mean loss of the steps since the last call: the only place that waits for its value."""
         if self._loss_sum is not None and self._loss_samples:
+            self._waited("logging")
             self._loss = float(self._loss_sum) / self._loss_samples
         self._loss_sum, self._loss_samples = None, 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ class LateCheck:
     """Scalars of the steps on a GPU that must be finite.
 
     The scalars of a step travel home in one copy, and are read when they have arrived: as a rule a step later.  The
-    host waits only where more than `most` steps are unread.
+    host waits only where more than `most` steps are unread, which `waited` is told.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, waited: Callable[[], None] = lambda: None) -> None:
+        self.most, self.waited = most, waited
         self._waiting: deque[tuple[str, list[str], Tensor, Any]] = deque()
 
     def watch(self, step: str, scalars: Mapping[str, Tensor]) -> None:
@@ -52,6 +52,7 @@ class LateCheck:
                 if not event.query():
                     if len(self._waiting) <= most:
                         return
+                    self.waited()
                     event.synchronize()
             except RuntimeError as error:
                 self._waiting.clear()

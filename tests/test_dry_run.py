@@ -15,7 +15,7 @@ import pytest
 from emulated import Emulated, use
 from emulator.compile import compiler
 
-from cdlrm import memory_use
+from cdlrm import memory_plan, memory_use
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
@@ -103,7 +103,14 @@ def test_used_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         for row in j.values.tolist()
     }  # fmt: skip
     use = count(data.train, data.table_rows)
-    assert (use.rows, use.batches, use.complete) == (len(expected), 5, True)
+    assert (use.rows, use.batches, use.complete, use.written) == (len(expected), 5, True, 0)
+    found = [
+        {(name, row) for name, j in batch.sparse.items() for row in j.values.tolist()}
+        for batch in open_datasets(config, []).train
+    ]
+    two = max(len(found[0] | found[1]), len(found[2] | found[3]), len(found[4]))
+    assert count(open_datasets(config, []).train, data.table_rows, every=2).written == two
+    assert [memory_plan._saves(14, every) for every in (None, 15, 14, 5)] == [0, 0, 1, 3]
     monkeypatch.setattr(memory_use, "COUNTED_BATCHES", 3)
     use = count(open_datasets(config, []).train, data.table_rows)
     assert (use.batches, use.complete) == (3, False)
@@ -122,6 +129,14 @@ ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
     "zero copy": (True, {"optimizer": "rowwise-adagrad"}),
     "staged": (False, {"optimizer": "sgd"}),
     "staged, saved": (False, {"optimizer": "sgd", "checkpoint_every": 10, "metrics": False}),
+    "saved thrice, deep": (
+        False, {"optimizer": "adam", "checkpoint_every": 5, "num_batches": 14, "prefetch_depth": 6, "cache_ratio": 0.1},
+    ),
+    "many batches": (True, {"num_batches": 40, "cache_ratio": 0.1}),
+    "file, evaluated": (
+        False, {"optimizer": "adam", "store": "file:tables", "synthetic_multi_hot": 3, "cache_ratio": 0.1,
+                "arch_sparse_feature_size": 7, "arch_mlp_bot": "13-16-7"},
+    ),
     "counted steps": (False, {"optimizer": "adam", "cache_ratio": 0.3, "metrics": False, "prefetch_depth": 2}),
     "resident": (True, {"optimizer": "adagrad", "cache_ratio": 1.0}),
     "several ids": (True, {"synthetic_multi_hot": 3, "pooling": "mean", "num_batches": 6}),

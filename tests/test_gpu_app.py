@@ -191,6 +191,16 @@ def test_a_run_goes_on_on_the_other_device(
     assert found == expected
 
 
+def test_waits_of_the_run_are_counted(monkeypatch: Any) -> None:
+    """Where a step's loss and gradient are looked at, and where the loss is logged."""
+    use(monkeypatch)
+    with Trainer(small(metrics=False, num_batches=6, print_freq=2)) as trainer:
+        report = trainer.run()
+        waits = trainer.tables.groups[0].driver.backend.traffic.synchronizations
+        assert waits["finite"] == 2 * report["training"]["steps"] == 12
+        assert waits["logging"] == 3
+
+
 # --- cache_rows="auto" ---
 
 

@@ -298,6 +298,21 @@ def test_a_device_that_is_lost(monkeypatch: Any, caplog: Any, fault: str) -> Non
         assert value.shape == saved[key].shape and torch.isfinite(value).all()
 
 
+def test_a_device_that_is_lost_while_counts_of_steps_come_home(monkeypatch: Any) -> None:
+    """The flush tells it, with the stage; `close` is clean."""
+    use(monkeypatch)
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
+    some = tables(1)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=20)
+    ebc({"t0": torch.arange(8)}).sum().backward()
+    backend_of(ebc).fail_at("copy:d2h", 1)
+    with pytest.raises(DeviceError, match="counts of steps") as caught:
+        ebc.flush()
+    assert caught.value.sticky
+    ebc.close()
+    assert torch.isfinite(ebc.state_dict()["embedding_bags.t0.weight"]).all()
+
+
 def test_ctrl_c_in_the_middle_of_a_transfer(monkeypatch: Any) -> None:
     """Nothing hangs, and what was trained is in the tables."""
     use(monkeypatch, 2)
@@ -348,6 +363,19 @@ def test_a_module_that_is_dropped_without_close(monkeypatch: Any, zero_copy: boo
         gc.collect()
     backend.close()  # runs all that was issued, and raises what was wrong
     assert not backend.memory.live("pinned") and not backend.memory.live("registered")
+
+
+def test_tables_are_unpinned_after_an_evaluation_that_reads_them(monkeypatch: Any) -> None:
+    """Also at the end of a process that has closed nothing."""
+    use(monkeypatch, 1)
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
+    ebc = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=10)
+    ids = [{f"t{i}": torch.arange(lo, lo + 5) for i in range(2)} for lo in (0, 5, 10)]
+    for each in ids:
+        ebc(each).sum().backward()
+    with torch.no_grad():
+        ebc(ids[0])  # trained, and not in the cache any more
+    ebc.groups[0].records.carrier.close()
 
 
 # --- ids and inputs that a plan has not brought ---
@@ -439,6 +467,58 @@ def test_training_on_a_stream_of_the_users_own(monkeypatch: Any, inside: bool, c
                     backward(out, grad)
                     oracle.backward(grad)
         backend.wait(backend.compute_stream(), backend.record(own))
+        same_tables(ebc, oracle, "end")
+        ebc.close()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("look", [False, True])
+def test_two_calls_of_a_step_on_two_streams(monkeypatch: Any, look: bool, nonfinite: str) -> None:
+    """Their gradients are made and checked on two streams, and make one update on one of them."""
+    for seed in range(4):
+        use(monkeypatch, seed)
+        rng, some, spec = np.random.default_rng(seed), tables(2, rows=50), cdlrm.Adam(lr=0.05)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=40, nonfinite=nonfinite)
+        oracle, backend = Oracle(some, spec), backend_of(ebc)
+        streams = [backend.compute_stream(), backend.new_stream_named("first"), backend.new_stream_named("second")]
+        inputs, others = ([one_hot(rng, some, 5) for _ in range(10)] for _ in range(2))
+        loader = [to_torch(each) for each in inputs]
+        for j, batch in enumerate(cdlrm.lookahead(ebc, loader) if look else loader):
+            wants = [oracle.forward(inputs[j]), oracle.forward(others[j])]
+            outs = []
+            for call, given in enumerate((batch, to_torch(others[j]))):
+                with backend.current(streams[(j + call) % 3]):
+                    outs.append(ebc(given))
+            grads = [random_grad(rng, want) for want in wants]
+            skip = nonfinite == "skip" and j in (3, 6)
+            if skip:
+                grads[j % 2][0] = np.nan
+            for call, (out, want) in enumerate(zip(outs, wants, strict=True)):
+                same_bits(out, want, f"batch {j}, call {call}")
+                with backend.current(streams[(j + call) % 3]):
+                    backward(out, grads[call])
+            oracle.backward(*([None, None] if skip else grads))
+        same_tables(ebc, oracle, "end")
+        ebc.close()
+
+
+def test_room_for_sums_that_was_outgrown_on_another_stream(monkeypatch: Any) -> None:
+    """Torch gives memory on in the order of the stream on which it was asked for."""
+    for seed in range(4):
+        use(monkeypatch, seed, style="late")
+        some, spec = tables(1, rows=60), cdlrm.SGD(lr=0.05)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=60)
+        backend = backend_of(ebc)
+        streams = [backend.compute_stream(), backend.new_stream_named("of the user")]
+        rng, oracle = np.random.default_rng(seed), Oracle(some, spec)
+        for count, number in ((300, 0), (300, 1), (1500, 1), (6000, 1), (300, 0), (20_000, 0)):
+            given = {"t0": (np.full(count, 3), None, None)}
+            with backend.current(streams[number]):
+                want, out = oracle.forward(given), ebc(to_torch(given))
+                same_bits(out, want, f"{count} lookups")
+                grad = random_grad(rng, want)
+                backward(out, grad)
+                oracle.backward(grad)
         same_tables(ebc, oracle, "end")
         ebc.close()
 

@@ -112,14 +112,14 @@ def test_what_is_not_finite_is_told_with_its_step(
 
 
 def test_the_host_waits_only_for_steps_that_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = Home(monkeypatch, patience=1000)
-    check = LateCheck(most=2)
+    home, told = Home(monkeypatch, patience=1000), []
+    check = LateCheck(2, lambda: told.append(home.waited))
     check.watch("batch 0", scalars(math.nan))
     check.watch("batch 1", scalars(0.5))
-    assert home.waited == 0
+    assert home.waited == 0 and not told
     with pytest.raises(NonFiniteGradientError) as caught:
         check.watch("batch 2", scalars(0.5))
-    assert caught.value.where == "batch 0" and home.waited == 1
+    assert caught.value.where == "batch 0" and home.waited == 1 and told == [0]
 
 
 def test_a_step_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,10 @@ class ZeroCopy:
 
 
 def _unpin(backend: Backend, transfer: Stream, arrays: list[np.ndarray]) -> None:
-    """Once nothing that was issued needs them."""
+    """Once nothing that was issued needs them: an evaluation reads rows on torch's current stream."""
     try:
-        backend.synchronize(backend.record(transfer), "close")
+        for stream in (backend.compute_stream(), transfer):
+            backend.synchronize(backend.record(stream), "close")
         for array in arrays:
             backend.unregister(array)
     except DeviceError as error:  # a lost device; the process gives the memory back

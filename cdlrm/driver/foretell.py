@@ -6,7 +6,7 @@ out as `gpu_transfers` lays them out, and grow as `Ring.take` lets them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,7 +64,8 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
     """`padded_width`: floats of a record in host memory, 0 where weights and state are two arrays."""
     record = 4 * (need.dim + need.state_width)
     ring = ring_bytes(need, staged=need.in_file or not pins_tables)
-    trained = ring if need.saves else ring_bytes(need, staged=False)
+    # Else rows are written home when the run is over, and what it had besides is gone.
+    trained = ring if need.saves else ring_bytes(replace(need, written=0), staged=False)
     places = 0 if need.resident else need.read_only
     lists = EVALUATION_TRAYS * 12 * places * 5 // 4  # row and slot of each; trays are made a quarter larger
     flags, steps = 4 * (FLAGS + 1), 16 * need.tables if need.counts_steps else 0

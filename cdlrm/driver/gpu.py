@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import DeviceError, PinError
 from ..optim import SGD, Optimizer
 from ..store.ram import RamStore
-from .backend import Backend
+from .backend import Backend, Stream
 from .base import Driver, Records, Segments, Verdict, merged_weights
 from .calibrate import Choice, measure, padded
 from .carrier import Staged, ZeroCopy
@@ -147,6 +147,14 @@ class GpuDriver(Driver):
         except DeviceError as error:
             self.note(error)
             raise
+
+    def after_checks(self, stream: Stream, verdicts: Sequence[Verdict]) -> list[Stream]:
+        """What is issued on `stream` from now on comes after the gradients of `verdicts` and their checks; the other
+        streams that made them."""
+        waiting = [verdict for verdict in verdicts if isinstance(verdict, DeviceVerdict) and verdict.stream != stream]
+        for verdict in waiting:
+            self.verdicts.order(stream, verdict)
+        return [verdict.stream for verdict in waiting]
 
     def suppression(self, verdicts: Sequence[Verdict]) -> dict[str, int]:
         """What keeps an update from changing anything, for a kernel."""

@@ -161,15 +161,21 @@ class GpuRecords(Records):
 
     @_named("update")
     def update(self, update: Update) -> None:
+        stream = self.backend.compute_stream()
+        elsewhere = self.driver.after_checks(stream, update.verdicts)
         self.kernels.update(update, self.driver.suppression(update.verdicts))
+        for other in elsewhere:  # torch gives the gradients' memory on in the order of the stream that made them
+            self.backend.wait(other, self.order.uses[stream])
 
     # --- counts of steps, the end ---
 
     @property
+    @_named("counts of steps")
     def table_steps(self) -> np.ndarray:
         counts = self.kernels.counts
         return np.zeros(self._tables, np.int64) if counts is None else counts.get()
 
+    @_named("counts of steps")
     def set_table_steps(self, steps: np.ndarray) -> None:
         if self.kernels.counts is not None:
             self.kernels.counts.set(steps)

@@ -22,7 +22,7 @@ class Launcher:
         self.vec = 4 if dim % 4 == 0 else 1
         self.column_steps = signatures.steps_held(dim)
         self._sums: DeviceBuffer = backend.alloc(0)  # of chunks
-        self._outgrown = self._sums
+        self._sums_of = backend.compute_stream()  # whose order torch gives that memory on in
 
     def launch(
         self, kernel: str, variant: tuple[Any, ...], owners: int, stream: Stream, values: dict[str, Any],
@@ -60,7 +60,7 @@ class Launcher:
         self.launch("update_short", (self.column_steps,), max(distinct, tables), stream, values, optimizer)
         if not long.rows:
             return
-        sums = self._room_for_sums(long.chunks)
+        sums = self._room_for_sums(long.chunks, stream)
         values = {"chunk_start": tray.at("chunk_start"), "chunk_stop": tray.at("chunk_stop"), "chunks": long.chunks,
                   **seg_lookup, **source, "sums": sums, **suppress}  # fmt: skip
         self.launch("chunk_sums", (self.column_steps,), long.chunks, stream, values)
@@ -69,8 +69,10 @@ class Launcher:
                   **only_long, **suppress}  # fmt: skip
         self.launch("update_long", (self.column_steps,), long.rows, stream, values, optimizer)
 
-    def _room_for_sums(self, chunks: int) -> int:
+    def _room_for_sums(self, chunks: int, stream: Stream) -> int:
+        """`stream` is torch's current one, and comes after all that used the room before."""
         if self._sums.nbytes < 4 * chunks * self.dim:
-            self._outgrown = self._sums  # kernels that were issued may still use it
-            self._sums = self.backend.alloc(8 * chunks * self.dim)
+            if self._sums_of != stream:
+                self.backend.wait(self._sums_of, self.backend.record(stream))
+            self._sums, self._sums_of = self.backend.alloc(8 * chunks * self.dim), stream
         return self._sums.address

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteGradientError
 from . import signatures
-from .backend import Backend, Event
+from .backend import Backend, Event, Stream
 from .base import Verdict
 from .held import Held
 
@@ -32,6 +32,7 @@ class DeviceVerdict(Verdict):
     def __init__(self, of: Verdicts, number: int, raising: bool, where: str) -> None:
         self.known: bool | None = None
         self.of, self.number, self.raising, self.where = of, number, raising, where
+        self.stream: Stream = None  # that the check was issued on, after what made the gradients
         self.event: Event = None
 
     @property
@@ -48,6 +49,7 @@ class DeviceVerdict(Verdict):
     def stand_in(self) -> Tensor:
         if self.known is not None:
             return torch.full((), 0.0 if self.known else float("inf"), device=self.of.backend.device)
+        self.of.order(self.of.backend.compute_stream(), self)
         self.of.backend.hand_over(self.of.backend.compute_stream())
         bad = self.of.flags[self.number % FLAGS] == self.number
         return torch.where(bad, float("inf"), 0.0)
@@ -69,6 +71,7 @@ class Verdicts:
         backend.clear(self.flag_address, 4 * (FLAGS + 1), backend.compute_stream())
         self.number = 0
         self.waiting: deque[DeviceVerdict] = deque()
+        self._checked: tuple[Stream, Event] | None = None  # the newest check
         self._cleared = True  # False: the sticky flag is set no longer than until the next check
         self._lock = threading.Lock()
 
@@ -77,6 +80,8 @@ class Verdicts:
         backend = self.backend
         stream = backend.compute_stream()
         verdict = self._next(raising, where)
+        if self._checked is not None and self._checked[0] != stream:  # all checks write the sticky flag
+            backend.wait(stream, self._checked[1])
         if not self._cleared:
             self._cleared = True
             backend.clear(self.sticky, 4, stream)
@@ -88,7 +93,12 @@ class Verdicts:
                 "host_flag": self.host.address + 4 * (verdict.number % FLAGS),
             }  # fmt: skip
             backend.launch("finite", (), grid, signatures.pack("finite", values), stream)
-        return self._await(verdict)
+        return self._await(verdict, stream)
+
+    def order(self, stream: Stream, verdict: DeviceVerdict) -> None:
+        """What is issued on `stream` from now on comes after that check, and so after what made its gradients."""
+        if verdict.stream != stream:
+            self.backend.wait(stream, verdict.event)
 
     def either(self, verdicts: Sequence[DeviceVerdict]) -> DeviceVerdict:
         """One that is not finite where any of `verdicts` is."""
@@ -106,8 +116,8 @@ class Verdicts:
             self.number = self.number % (2**31 - 2) + 1  # never 0, which means none
             return DeviceVerdict(self, self.number, raising, where)
 
-    def _await(self, verdict: DeviceVerdict) -> DeviceVerdict:
-        verdict.event = self.backend.record(self.backend.compute_stream())
+    def _await(self, verdict: DeviceVerdict, stream: Stream) -> DeviceVerdict:
+        verdict.stream, verdict.event = self._checked = stream, self.backend.record(stream)
         with self._lock:
             self.waiting.append(verdict)
             late = self.waiting[0] if len(self.waiting) > FLAGS // 2 else None
