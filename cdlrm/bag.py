@@ -145,7 +145,7 @@ class _OneTable(CachedModule):
     @property
     def weight(self) -> TableWeight:
         """A copy of the newest table, float32 [num_embeddings, embedding_dim]; see `TableWeight`."""
-        return table_weight(self.table_weight(self._keys["weight"]), self.anchor.requires_grad)
+        return table_weight(self.table_copy(self._keys["weight"]), self.anchor.requires_grad)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

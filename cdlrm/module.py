@@ -37,6 +37,7 @@ from .reference import TableReference
 from .stats import group_stats, total
 from .step import Call
 from .store import FileStore
+from .weight import TableWeight, table_weight
 
 log = logging.getLogger("cdlrm")
 
@@ -191,11 +192,15 @@ class CachedModule(nn.Module):
         Waits for a GPU where `nonfinite="skip"`, since only it knows which steps were skipped."""
         return total([group_stats(group) for group in self.groups])
 
-    def table_weight(self, name: str) -> Tensor:
-        """A copy of a table's newest weights, float32 [num_embeddings, embedding_dim].
+    def table_weight(self, name: str) -> TableWeight:
+        """A copy of a table's newest weights, float32 [num_embeddings, embedding_dim]; see `TableWeight`.
 
         Raises UsageError where the copy would not fit the host memory.
         """
+        return table_weight(self.table_copy(name), self.anchor.requires_grad, name)
+
+    def table_copy(self, name: str) -> Tensor:
+        """The same as a plain tensor of one's own."""
         group = self._group_of(name)
         lo, hi = group.span(name)
         need, have = (hi - lo) * group.dim * 4, available_bytes()
@@ -243,7 +248,7 @@ class CachedModule(nn.Module):
                 self._group_of(name).flush()
                 destination[prefix + key] = reference
             else:
-                destination[prefix + key] = self.table_weight(name)
+                destination[prefix + key] = self.table_copy(name)
 
     def _reference(self, name: str) -> TableReference | None:
         """Where a table's rows are, if they are in a file."""

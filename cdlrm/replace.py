@@ -30,7 +30,7 @@ class Replacement:
     def undo(self) -> None:
         """Put the original modules back, with the rows as trained, and close ours."""
         for path, original in self._originals.items():
-            values = self.modules[path].table_weight(path)
+            values = self.modules[path].table_copy(path)
             original.weight.data = values.to(original.weight.data.device)
             _swap(self.model, self.modules[path], original)
         self.close()

@@ -340,6 +340,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "a.parquet", "--sparse-columns", "user", "item", again]) == 2
     err = capsys.readouterr().err
     assert f"--sparse-columns took {again} as one of its names" in err and "before the flags" in err
+    for words in (["user", "in.tsv", again], ["user", "in.tsv", "out"]):  # the files behind the flag that takes them
+        assert main(["convert", "--sparse-columns", *words]) == 2
+        err = capsys.readouterr().err
+        assert f"--sparse-columns took {words[-1]} as one of its names" in err and err.count("\n") == 1
+    assert main(["convert", "--dense-columns", "age", "--sparse-columns", "user", "in.tsv", "out"]) == 2
+    assert "before the flags" in capsys.readouterr().err
+    assert main(["convert", "--vocabulary"]) == 2 and "name both" in capsys.readouterr().err
     assert main(["convert", "--sparse-columns", "c1", "nope", "--", out, str(tmp_path / "w.parquet")]) == 1
     assert "no column 'nope' among" in capsys.readouterr().err
     assert main(["convert", out, str(tmp_path / "w.parquet"), "--sparse-columns", "c1", "cc2"]) == 1
