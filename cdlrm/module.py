@@ -72,6 +72,7 @@ class CachedModule(nn.Module):
         self.several_updates_a_step = False
         self.backward_pass = -1
         self.stepped_without_scaler = False
+        self.loss_may_be_scaled = False
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}

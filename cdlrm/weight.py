@@ -123,8 +123,8 @@ class _Guard(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise UsageError(
             f"the loss depends on {ctx.named} of a cdlrm module, a copy of its table, through which the table cannot "
-            "learn; read it under torch.no_grad() or with .detach(), use weight_decay= of the table's optimizer instead of "
-            "a penalty, and torch.nn.Embedding or torch.nn.EmbeddingBag for a table that is tied to another layer."
+            "learn; read it under torch.no_grad() or with .detach(), use weight_decay= of the table's optimizer, not a "
+            "penalty, and torch.nn.Embedding or torch.nn.EmbeddingBag for a table that is tied to another layer."
         )
 
 
