@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba.core.event import install_recorder
 
 import cdlrm
 
@@ -98,8 +99,14 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     data = open_datasets(config, notes)
     layout = _layout(config, data.table_rows)
     small = _layout(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
-    use = count(open_datasets(config, []).train, data.table_rows)
-    peak = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout)), data, small)
+    with install_recorder("numba:compile") as compiled:
+        use = count(open_datasets(config, []).train, data.table_rows)
+        peak = _rehearse(dataclasses.replace(config, horizon=_horizon(config, layout)), data, small)
+    if compiled.buffer:
+        notes.append(
+            "data, MLPs and libraries: with the memory of compiling kernels, which this dry run had to do first; the "
+            "run will not, and needs about 100 MiB less (repeat the dry run for the figure without it)."
+        )
     apart = None
     if peak.driver is not None:
         for each in (layout, small):

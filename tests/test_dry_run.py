@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from emulated import Emulated, use
@@ -84,6 +85,14 @@ def test_used_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "COUNTED_BATCHES", 3)
     use = count(open_datasets(config, []).train, data.table_rows)
     assert (use.batches, use.complete) == (3, False)
+
+
+def test_a_dry_run_that_had_to_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(synthetic_rows="300-50-7", mini_batch_size=64, num_batches=5, device="cpu")
+    plan_memory(config)  # compiles, or loads, what it needs
+    assert "compiling" not in render_plan(plan_memory(config))
+    monkeypatch.setattr(memory_plan, "count", lambda *args: numba.njit(lambda: 1)() and count(*args))
+    assert "repeat the dry run" in render_plan(plan_memory(config))
 
 
 def test_wrong_flags_are_noticed_by_the_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -403,6 +403,25 @@ def test_full_disk_is_one_sentence(
     assert main(command) == 0
 
 
+def test_numbering_in_passes_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few ids are known at once, so however little memory a column with many distinct ids takes."""
+    write_tsv(tmp_path / "x.tsv", raw_rows(ROWS))
+    write_tsv(tmp_path / "y.tsv", raw_rows(ROWS // 2, seed=1))
+    written: dict[int, list[Any]] = {}
+    for most in (2**22, 200, 7):
+        monkeypatch.setattr("cdlrm.data.vocabulary.MOST_IDS", most)
+        out = [tmp_path / f"{name}{most}.parquet" for name in ("all", "frequent", "known")]
+        counts = [
+            converted(tmp_path / "x.tsv", out[0], vocabulary=True).counts,
+            converted(tmp_path / "x.tsv", out[1], vocabulary=True, min_count=2).counts,
+            converted(tmp_path / "y.tsv", out[2], use_vocabulary=str(out[0])).counts,
+        ]
+        files = [*out, *(f"{path}.vocabulary" for path in out[:2])]
+        written[most] = [*counts, *(pa.parquet.read_table(file).to_pydict() for file in files)]
+    assert max(written[7][0].values()) > 300
+    assert written[200] == written[7] == written[2**22]
+
+
 def test_numbering_takes_at_most_28_bytes_an_id_and_asks_for_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     for count in (40_000, 79_000, 99_000, 125_000, 160_000):
