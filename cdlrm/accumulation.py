@@ -11,8 +11,9 @@ Before any optimizer has stepped nothing is known, so the first round of an accu
 told in the log, and the second round is refused.
 
 A GradScaler is found on the stack when it steps an optimizer.  It concerns the modules of the newest backward pass,
-unless optimizers have stepped after theirs without one.  A module that is trained without any optimizer, beside another
-model that has a GradScaler, can be given one that is disabled.
+unless optimizers have stepped after theirs without one, or no loss of theirs was multiplied by a constant, as a
+GradScaler does.  A module that is trained without any optimizer, by such a loss (or on a GPU, where that is not seen),
+beside another model that has a GradScaler, can be given one that is disabled; the refusal says so.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hooked: list[Any] = []
 _newest = [-1]  # the newest backward pass that came to a module
-_FRAMES = 8  # so far up GradScaler.step is looked for
+_FRAMES = 8  # so far up GradScaler.step and torch.autograd.backward are looked for
 
 
 def watch(module: Any) -> None:
@@ -64,6 +65,8 @@ def earlier_gradients(module: Any) -> Earlier:
 def refuse_accumulation(module: Any, earlier: Earlier) -> None:
     """In the backward of that forward, before rows are updated: UsageError if it adds to what was there."""
     module.backward_pass = _newest[0] = torch._C._current_graph_task_id()
+    if module.grad_scaler is None and not (module.stepped_without_scaler or module.loss_may_be_scaled):
+        module.loss_may_be_scaled = not _surely_unscaled()
     for reference, grad, version in earlier:
         parameter = reference()
         # More than one change: it was zeroed in place in between.
@@ -92,8 +95,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             elif module.backward_pass == _newest[0] and _unaware(module):
                 raise UsageError(
                     f"a GradScaler is in use, but {type(module).__name__} was not given it, so its rows have seen "
-                    f"scaled gradients; set module.grad_scaler = scaler before the first step (to one with "
-                    f"enabled=False if it scales another model's loss)."
+                    f"scaled gradients, unless it scales the loss of another model only, which cannot be told apart "
+                    f"here; set module.grad_scaler = scaler before the first step, or, if this module's loss is not "
+                    f"scaled, module.grad_scaler = torch.amp.GradScaler(enabled=False)."
                 )
         if fresh > 1 and not (module.told_accumulation or module.several_updates_a_step) and _added(optimizer, fresh):
             module.told_accumulation = True
@@ -123,8 +127,35 @@ def _scaler_of_step() -> Any:
     return None
 
 
+def _surely_unscaled() -> bool:
+    """In a module's backward: whether nothing in the graph of the running pass multiplies by a constant, as
+    `GradScaler.scale` does.  False also where that is not seen: on a thread of autograd's own, in compiled code."""
+    frame, left = sys._getframe(2), 2 * _FRAMES
+    while frame is not None and left:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.autograd":
+            break
+        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+    else:
+        return False
+    if frame.f_locals["grad_tensors"] not in (None, (None,)):
+        return False
+    waiting = [getattr(root, "grad_fn", None) for root in frame.f_locals["tensors"]]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node.name().startswith("Compiled"):
+            return False
+        after = [each for each, _ in node.next_functions]
+        if None in after and node.name().startswith("Mul"):
+            return False
+        fresh = {each for each in after if each is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return True
+
+
 def _unaware(module: Any) -> bool:
-    if module.grad_scaler is not None or module.stepped_without_scaler:
+    if module.grad_scaler is not None or module.stepped_without_scaler or not module.loss_may_be_scaled:
         return False
     return (
         not module.gradients_wait() or module.gradient_scale() == 1.0

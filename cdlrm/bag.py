@@ -22,7 +22,7 @@ from .group import Group
 from .lookups import FeatureSlot, Lookups, to_host
 from .module import CachedModule
 from .normal import Normal
-from .optim import SGD, Optimizer
+from .optim import SGD, Optimizer, check_specification
 from .placement import check_cache_settings, choose_driver, make_groups
 from .table import Table
 from .weight import TableWeight, table_weight
@@ -79,11 +79,7 @@ class _OneTable(CachedModule):
     def _own_group(self, kind: str, settings: dict[str, Any], mean: bool) -> tuple[Group, FusedOptimizer]:
         check_cache_settings(settings["cache_rows"], settings["cache_ratio"])
         optimizer = SGD(lr=0.0) if self._no_optimizer else settings["optimizer"]
-        if not isinstance(optimizer, Optimizer) or type(optimizer) is Optimizer:
-            raise ConfigError(
-                f"{kind}(optimizer={optimizer!r}): give a specification of cdlrm, such as cdlrm.SGD(lr=0.1); rows are "
-                f"updated in the backward pass."
-            )
+        check_specification(f"optimizer of {kind}", optimizer)
         seed = settings["seed"]
         table = Table(
             kind, self.num_embeddings, self.embedding_dim, pooling="mean" if mean else "sum", init=Normal(seed)
@@ -146,7 +142,7 @@ class _OneTable(CachedModule):
     @property
     def weight(self) -> TableWeight:
         """A copy of the newest table, float32 [num_embeddings, embedding_dim]; see `TableWeight`."""
-        return table_weight(self.table_weight(self._keys["weight"]), self.anchor.requires_grad)
+        return table_weight(self.table_copy(self._keys["weight"]), self.anchor.requires_grad)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

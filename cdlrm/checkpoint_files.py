@@ -63,7 +63,10 @@ def find_checkpoint(directory: Path) -> Path:
     found = checkpoints(directory)
     if not found:
         reason = "holds no complete checkpoint" if directory.is_dir() else "does not exist"
-        raise DataError(f"{directory}: this folder {reason}; pass the folder that cdlrm.save wrote to.")
+        raise DataError(
+            f"{directory}: this folder {reason}; pass the folder that cdlrm.save, or cdlrm train --checkpoint-dir, "
+            "wrote to."
+        )
     return found[-1]
 
 

@@ -60,7 +60,9 @@ def add_convert(commands: Any) -> None:
     )
     parser.set_defaults(command=run_convert, parser=parser)
     add = parser.add_argument
-    add("paths", nargs="+", metavar="IN… OUT.parquet", help="files, folders or globs to read, and the file to write")
+    names = "files, folders or globs to read, and the file to write"
+    paths = add("paths", nargs="+", metavar="IN… OUT.parquet", help=names)
+    paths.required, paths.default = False, []  # their absence gets a sentence of `_check_paths`
     add("--vocabulary", action="store_true", help="number the ids, and keep the numbering in OUT.parquet.vocabulary")
     add("--min-count", type=int, default=1, metavar="N", help="with --vocabulary: ids seen fewer times get row 0")
     add("--use-vocabulary", metavar="FILE", help="number the ids by that vocabulary (or the Parquet file beside it)")
@@ -86,15 +88,7 @@ DRAWS = ("history", "negatives", "split", "seed")
 
 
 def run_convert(found: argparse.Namespace) -> int:
-    if len(found.paths) < 2:
-        for name in ("dense_columns", "sparse_columns"):
-            if (taken := getattr(found, name)) and taken[-1].endswith(".parquet"):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} took {taken[-1]} as one of its names, because it takes all words up "
-                    "to the next flag; put the files to read and the Parquet file to write before the flags, or all "
-                    "behind -- at the end"
-                )
-        raise ConfigError("convert needs files to read and, last, the Parquet file to write; name both")
+    _check_paths(found)
     from .data.convert import Converted, convert, vocabulary_file
     from .data.files import expand
     from .data.filesource import FileSource
@@ -142,6 +136,21 @@ def run_convert(found: argparse.Namespace) -> int:
         lines.append(f"vocabulary: {vocabulary_file(Path(out))} (for --use-vocabulary)")
     sys.stdout.write("\n  ".join(lines) + "\n")
     return 0
+
+
+def _check_paths(found: argparse.Namespace) -> None:
+    """Files to read and one to write are named, and not behind a flag that takes them for names of columns."""
+    if len(found.paths) >= 2:
+        return
+    lists = {name: words for name in ("dense_columns", "sparse_columns") if (words := getattr(found, name))}
+    for name, words in lists.items():
+        if words[-1].endswith((".parquet", ".pq")) or (not found.paths and len(lists) == 1):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} took {words[-1]} as one of its names, because it takes all words up to "
+                "the next flag; put the files to read and the Parquet file to write before the flags, or all behind "
+                "-- at the end"
+            )
+    raise ConfigError("convert needs files to read and, last, the Parquet file to write; name both, before the flags")
 
 
 class _Bar:

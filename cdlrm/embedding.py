@@ -20,7 +20,7 @@ from .fused import FusedOptimizer
 from .group import Group
 from .lookups import FeatureSlot, Lookups, to_host
 from .module import CachedModule
-from .optim import Optimizer
+from .optim import Optimizer, check_specification
 from .placement import check_cache_settings, choose_driver, make_groups
 from .stats import table_stats
 from .table import Table
@@ -216,11 +216,7 @@ def _optimizers(tables: Sequence[Table], optimizer: Optimizer | Mapping[str, Opt
     else:
         chosen = [optimizer for _ in tables]
     for value in chosen:
-        if not isinstance(value, Optimizer) or type(value) is Optimizer:
-            raise ConfigError(
-                f"optimizer={value!r}: give a specification of cdlrm, such as cdlrm.SGD(lr=0.1) or "
-                f"cdlrm.RowWiseAdagrad(lr=0.01)."
-            )
+        check_specification("optimizer", value)
     return chosen
 
 

@@ -37,6 +37,7 @@ from .reference import TableReference
 from .stats import group_stats, total
 from .step import Call
 from .store import FileStore
+from .weight import TableWeight, table_weight
 from .whole_tables import set_table, span, table_values
 
 log = logging.getLogger("cdlrm")
@@ -72,6 +73,7 @@ class CachedModule(nn.Module):
         self.several_updates_a_step = False
         self.backward_pass = -1
         self.stepped_without_scaler = False
+        self.loss_may_be_scaled = False
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}
@@ -192,11 +194,15 @@ class CachedModule(nn.Module):
         Waits for a GPU where `nonfinite="skip"`, since only it knows which steps were skipped."""
         return total([group_stats(group) for group in self.groups])
 
-    def table_weight(self, name: str) -> Tensor:
-        """A copy of a table's newest weights, float32 [num_embeddings, embedding_dim].
+    def table_weight(self, name: str) -> TableWeight:
+        """A copy of a table's newest weights, float32 [num_embeddings, embedding_dim]; see `TableWeight`.
 
         Raises UsageError where the copy would not fit the host memory.
         """
+        return table_weight(self.table_copy(name), self.anchor.requires_grad, name)
+
+    def table_copy(self, name: str) -> Tensor:
+        """The same as a plain tensor of one's own."""
         group = self._group_of(name)
         lo, hi = span(group, name)
         need, have = (hi - lo) * group.dim * 4, available_bytes()
@@ -244,7 +250,7 @@ class CachedModule(nn.Module):
                 self._group_of(name).flush()
                 destination[prefix + key] = reference
             else:
-                destination[prefix + key] = self.table_weight(name)
+                destination[prefix + key] = self.table_copy(name)
 
     def _reference(self, name: str) -> TableReference | None:
         """Where a table's rows are, if they are in a file."""

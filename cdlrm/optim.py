@@ -163,3 +163,16 @@ class Adam(Optimizer):
         """`lr * (sqrt(1 - b2^t) / (1 - b1^t))` in float64 for the `step`-th step (from 1)."""
         beta1, beta2 = self.betas
         return lr * (math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
+
+
+def check_specification(what: str, value: object) -> None:
+    """Raise ConfigError unless `value`, called `what`, is a specification."""
+    if isinstance(value, Optimizer) and type(value) is not Optimizer:
+        return
+    shown = repr(value)
+    if "\n" in shown:  # torch's optimizers are shown with all their settings
+        shown = f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"
+    raise ConfigError(
+        f"{what} is {shown}: give a specification of cdlrm, such as cdlrm.SGD(lr=0.1) or "
+        "cdlrm.RowWiseAdagrad(lr=0.01); rows are updated in the backward pass."
+    )

@@ -12,7 +12,7 @@ from .bag import Embedding, EmbeddingBag
 from .errors import ConfigError
 from .fused import FusedOptimizer
 from .module import CachedModule
-from .optim import Optimizer
+from .optim import Optimizer, check_specification
 from .placement import check_cache_settings, choose_driver, make_groups
 from .table import Table
 
@@ -30,7 +30,7 @@ class Replacement:
     def undo(self) -> None:
         """Put the original modules back, with the rows as trained, and close ours."""
         for path, original in self._originals.items():
-            values = self.modules[path].table_weight(path)
+            values = self.modules[path].table_copy(path)
             original.weight.data = values.to(original.weight.data.device)
             _swap(self.model, self.modules[path], original)
         self.close()
@@ -81,10 +81,8 @@ def replace_embeddings(
     for path, module in found.items():
         tables.append(Table(path, module.num_embeddings, module.embedding_dim, pooling=getattr(module, "mode", "sum")))
         chosen = optimizer.get(path) if isinstance(optimizer, Mapping) else optimizer
-        if not isinstance(chosen, Optimizer) or type(chosen) is Optimizer:
-            raise ConfigError(
-                f"optimizer of {path!r} is {chosen!r}: give a specification of cdlrm, such as cdlrm.SGD(lr=0.1)."
-            )
+        check_specification(f"optimizer of {path!r}", chosen)
+        assert isinstance(chosen, Optimizer)
         optimizers.append(chosen)
     groups, notes = make_groups(
         tables, optimizers, cache_rows=cache_rows, cache_ratio=cache_ratio, driver=choose_driver(device), store=store,

@@ -132,7 +132,10 @@ class Checkpoints:
         """Restore everything from the newest checkpoint; what `save` was told of the run's progress."""
         self.newest = checkpoints(self.directory)[-1]
         self.resumed_from = str(self.newest)
-        got = load(self.newest, model, optimizers=[dense_optimizer], loader=source)
+        try:
+            got = load(self.newest, model, optimizers=[dense_optimizer], loader=source)
+        except ConfigError as error:
+            raise ConfigError(f"--resume from {self.newest}: {error}") from error
         self.position = got["loader"]
         return got["extra"]["progress"]
 

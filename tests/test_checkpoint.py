@@ -286,7 +286,7 @@ def test_the_dense_part_is_saved_without_copying_a_table(tmp_path: Path, monkeyp
     def refuse(*_: Any) -> None:
         raise AssertionError("a whole table was copied")
 
-    monkeypatch.setattr(cdlrm.EmbeddingBagCollection, "table_weight", refuse)
+    monkeypatch.setattr(cdlrm.EmbeddingBagCollection, "table_copy", refuse)
     monkeypatch.setattr(cdlrm.EmbeddingBagCollection, "set_table", refuse)
     save(tmp_path, model)
     before = {key: value.clone() for key, value in model.top.state_dict().items()}

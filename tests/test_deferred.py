@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -441,6 +441,47 @@ def test_the_scaler_of_another_model_is_no_concern() -> None:
     scaler.update()
     scaler.scale(other(torch.ones(1, 2)).sum()).backward()
     scaler.step(optimizer)
+
+
+SCALER_LOSSES: dict[str, tuple[bool, Callable[[Tensor, Any], Tensor]]] = {
+    "of rows alone": (True, lambda out, scaler: (out * out).sum(1).mean()),
+    "scaled": (False, lambda out, scaler: scaler.scale(out.square().mean())),
+    "scaled by sample": (False, lambda out, scaler: scaler.scale(out.square().sum(1)).mean()),
+    "scaled, in a sum": (False, lambda out, scaler: scaler.scale(out.sum()) / 2 + scaler.scale(out.mean())),
+    "that may be scaled": (False, lambda out, scaler: 0.5 * out.mean()),
+}
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("name", SCALER_LOSSES)
+def test_rows_alone_beside_another_models_scaler(name: str, rows_first: bool) -> None:
+    """No optimizer ever steps for the module; whether its loss was scaled is seen in the graph, or else asked for."""
+    accepted, loss = SCALER_LOSSES[name]
+    bag, other = cdlrm.EmbeddingBag(9, 2, mode="sum", optimizer=cdlrm.SGD(lr=0.1)), nn.Linear(2, 1)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=64.0), torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(2):
+            if rows_first:
+                loss(bag(torch.tensor([[1, 2], [3, 1]])), scaler).backward()
+            scaler.scale(other(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            if not rows_first:
+                loss(bag(torch.tensor([[1, 2], [3, 1]])), scaler).backward()
+            scaler.update()
+            optimizer.zero_grad()
+
+    if accepted:
+        train()
+        with pytest.raises(UsageError, match="was not given it"):  # its loss is scaled from now on
+            bag(torch.tensor([[1, 2]])).sum().backward(torch.tensor(64.0))
+            scaler.scale(other(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+        return
+    with pytest.raises(UsageError, match=r"cannot be told apart.*torch\.amp\.GradScaler\(enabled=False\)"):
+        train()
+    bag.grad_scaler = torch.amp.GradScaler(enabled=False)  # what the sentence says
+    train()
 
 
 def test_clipping_the_optimizers_parameters_is_refused() -> None:

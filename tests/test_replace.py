@@ -214,6 +214,18 @@ def test_what_cannot_be_replaced_is_refused_before_anything_changes(make: Any, w
         assert list(cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1), skip=[path]).modules) == ["0"]
 
 
+def test_an_optimizer_of_torch_is_refused_in_one_sentence() -> None:
+    theirs: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for make in (
+        lambda: cdlrm.replace_embeddings(Nested(), optimizer=theirs),
+        lambda: cdlrm.EmbeddingBag(10, 4, optimizer=theirs),
+        lambda: cdlrm.EmbeddingBagCollection([cdlrm.Table("t", 10, 4)], optimizer=theirs),
+    ):
+        with pytest.raises(cdlrm.ConfigError, match="is torch's SGD: give a specification of cdlrm") as caught:
+            make()
+        assert "\n" not in str(caught.value)
+
+
 def test_settings_that_are_refused_change_nothing() -> None:
     for settings, words in (({"skip": ["nowhere"]}, "nowhere"), ({"optimizer": torch.optim.SGD}, "cdlrm.SGD"),
                             ({"cache_rows": 0}, "cache_rows"), ({"min_rows": 1000}, "1000 rows"),

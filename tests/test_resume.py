@@ -157,8 +157,10 @@ def test_wrong_turns_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
         run(**keep, resume=True, optimizer="sgd")
     with pytest.raises(ConfigError, match="started with --num-batches 3, not 6; give it as it was"):
         run(**{**keep, "num_batches": 6}, resume=True)
-    with pytest.raises(ConfigError, match="table 'c1'"):
+    with pytest.raises(ConfigError, match="--resume from .*checkpoint-.*: table 'c1'"):
         run(**keep, resume=True, synthetic_rows="301-50-7-1000-2")
+    with pytest.raises(ConfigError, match="--resume from .*: the saved place in the data is of a run with exponents"):
+        run(**keep, resume=True, synthetic_zipf=0.3)
     for flags, words in {
         "--resume": "--resume without --checkpoint-dir",
         "--checkpoint-every 3": "--checkpoint-every without --checkpoint-dir",

@@ -78,3 +78,27 @@ def test_reading_is_as_before() -> None:
         file.seek(0)
         assert torch.equal(torch.load(file), buffer)
     assert torch.equal(module.weight, buffer * 2)
+
+
+def test_a_table_of_a_collection_is_guarded_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = cdlrm.EmbeddingBagCollection([cdlrm.Table("user", 10, 4)], optimizer=cdlrm.SGD(lr=0.1))
+    weight = tables.table_weight("user")
+    values = weight.clone()
+    assert type(values) is Tensor and torch.equal(values, tables.state_dict()["embedding_bags.user.weight"])
+    assert type(tables.state_dict()["embedding_bags.user.weight"]) is Tensor
+    with pytest.raises(UsageError, match=r"gradient.*compare \.table_weight\('user'\) before"):
+        _ = weight.grad
+    for write in (lambda: weight[0].zero_(), lambda: nn.init.ones_(weight), lambda: weight.__setitem__(0, 1.0)):
+        with pytest.raises(UsageError, match=r"table_weight\('user'\).*copy.*module\.set_table\('user', values\)"):
+            write()
+    with pytest.raises(ValueError, match="read-only"):
+        weight.numpy()[0] = 1
+    with pytest.raises(UsageError, match=r"depends on \.table_weight\('user'\).*weight_decay="):
+        weight.square().sum().backward()
+    tables.requires_grad_(False)
+    assert not tables.table_weight("user").square().sum().requires_grad
+    tables.set_table("user", weight * 2)
+    assert torch.equal(tables.table_weight("user"), values * 2)
+    monkeypatch.setattr("cdlrm.module.available_bytes", lambda: 100)
+    with pytest.raises(UsageError, match=r"'user' needs .* GiB.*iter_tables"):
+        tables.table_weight("user")

@@ -295,23 +295,54 @@ def _number(
     if numbers.new:
         writer = VocabularyWriter(str(parts.folder / "vocabulary"), source.features, numbers.min_count)
     for f, name in enumerate(source.features):
-        numbering = Numbering(name)
-        known = 0
-        for ids in numbers.reader.ids(name) if numbers.reader else ():
-            numbering.number(ids)
-            known += len(ids)
-        with open(_number_file(parts, f), "wb") as file:
-            for ids in _ids(done, name):
-                file.write(numbering.number(ids, insert=numbers.new).tobytes())
-        result.counts[name] = 1 + known
+        path = _number_file(parts, f)
+        path.write_bytes(b"")
         if writer is not None:
-            kept, counts, rows = numbering.frozen(numbers.min_count)
-            writer.write(name, kept, counts)
-            result.counts[name] = 1 + len(kept)
-            if rows is not None:
-                _renumber(_number_file(parts, f), rows)
+            result.counts[name] = 1 + _number_new(path, done, name, writer, numbers.min_count)
+        elif numbers.reader is not None:
+            result.counts[name] = 1 + _number_known(path, done, name, numbers.reader)
         progress("numbering", f + 1, len(source.features))
     return writer.close() if writer is not None else numbers.reader.name if numbers.reader else ""
+
+
+def _number_new(path: Path, done: list[Part], name: str, writer: VocabularyWriter, min_count: int) -> int:
+    """Number a column's ids into the file `path`, and write them as a vocabulary; returns how many have rows."""
+    kept_before, maps = 0, [np.zeros(1, np.int32)]
+    numbering = Numbering(name)
+    while True:
+        _pass(path, done, name, numbering, insert=True)
+        kept, counts, rows = numbering.frozen(min_count, kept_before)
+        writer.write(name, kept_before, kept, counts)
+        kept_before += len(kept)
+        if rows is not None:
+            maps.append(rows)
+        if not numbering.left:
+            break
+        numbering = Numbering(name, numbering.numbered)
+    if len(maps) > 1:
+        _renumber(path, np.concatenate(maps))
+    return kept_before
+
+
+def _number_known(path: Path, done: list[Part], name: str, reader: VocabularyReader) -> int:
+    """The same by a vocabulary that is there; returns how many ids it has."""
+    numbering = Numbering(name)
+    for known in reader.ids(name):
+        while (found := numbering.number(known)).size and numbering.left:
+            _pass(path, done, name, numbering, insert=False)
+            known, numbering = known[found == 0], Numbering(name, numbering.numbered)
+    _pass(path, done, name, numbering, insert=False)
+    return numbering.numbered
+
+
+def _pass(path: Path, done: list[Part], name: str, numbering: Numbering, insert: bool) -> None:
+    """Number what earlier passes have not."""
+    with open(path, "r+b") as file:
+        for ids in _ids(done, name):
+            data = file.read(4 * len(ids))  # nothing in the first pass
+            file.seek(-len(data), os.SEEK_CUR)
+            numbers = np.frombuffer(data, np.int32).copy() if data else np.zeros(len(ids), np.int32)
+            file.write(numbering.number(ids, insert, numbers).tobytes())
 
 
 def _renumber(path: Path, rows: np.ndarray) -> None:

@@ -207,15 +207,16 @@ class Source:
         mine, theirs = self.settings(), state.get("settings") or {}
         for key in {**mine, **theirs}:
             if mine.get(key) != theirs.get(key):
+                words = {"files": "other files", "row_range": "other rows", "format": "files of another format"}
+                what = words.get(key, f"{key} {theirs.get(key)!r}, not {mine.get(key)!r}")
                 raise ConfigError(
-                    f"the saved state of the source has {key}={theirs.get(key)!r} where "
-                    f"the source has {mine.get(key)!r}; "
-                    "open the same data with the same settings, or start without the state"
+                    f"the saved place in the data is of a run with {what}; open the same files with the same settings, "
+                    "or start anew without it"
                 )
         if state["block"] > len(self._plan()):
             raise ConfigError(
-                f"the saved state is at block {state['block']} of a source with "
-                f"{len(self._plan())} blocks; open the same data"
+                f"the saved place in the data is block {state['block']}, where the data has {len(self._plan())} "
+                "blocks; open the same files"
             )
         self.epoch = state["epoch"]
         self._position = self._resume = _Position(**{k: state[k] for k in _Position._fields})

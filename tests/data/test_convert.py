@@ -340,6 +340,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "a.parquet", "--sparse-columns", "user", "item", again]) == 2
     err = capsys.readouterr().err
     assert f"--sparse-columns took {again} as one of its names" in err and "before the flags" in err
+    for words in (["user", "in.tsv", again], ["user", "in.tsv", "out"]):  # the files behind the flag that takes them
+        assert main(["convert", "--sparse-columns", *words]) == 2
+        err = capsys.readouterr().err
+        assert f"--sparse-columns took {words[-1]} as one of its names" in err and err.count("\n") == 1
+    assert main(["convert", "--dense-columns", "age", "--sparse-columns", "user", "in.tsv", "out"]) == 2
+    assert "before the flags" in capsys.readouterr().err
+    assert main(["convert", "--vocabulary"]) == 2 and "name both" in capsys.readouterr().err
     assert main(["convert", "--sparse-columns", "c1", "nope", "--", out, str(tmp_path / "w.parquet")]) == 1
     assert "no column 'nope' among" in capsys.readouterr().err
     assert main(["convert", out, str(tmp_path / "w.parquet"), "--sparse-columns", "c1", "cc2"]) == 1
@@ -394,6 +401,25 @@ def test_full_disk_is_one_sentence(
     assert "y.parquet: cannot be written (No space left on device)" in err and err.count("\n") == 1
     assert not (tmp_path / "y.parquet").exists()
     assert main(command) == 0
+
+
+def test_numbering_in_passes_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few ids are known at once, so however little memory a column with many distinct ids takes."""
+    write_tsv(tmp_path / "x.tsv", raw_rows(ROWS))
+    write_tsv(tmp_path / "y.tsv", raw_rows(ROWS // 2, seed=1))
+    written: dict[int, list[Any]] = {}
+    for most in (2**22, 200, 7):
+        monkeypatch.setattr("cdlrm.data.vocabulary.MOST_IDS", most)
+        out = [tmp_path / f"{name}{most}.parquet" for name in ("all", "frequent", "known")]
+        counts = [
+            converted(tmp_path / "x.tsv", out[0], vocabulary=True).counts,
+            converted(tmp_path / "x.tsv", out[1], vocabulary=True, min_count=2).counts,
+            converted(tmp_path / "y.tsv", out[2], use_vocabulary=str(out[0])).counts,
+        ]
+        files = [*out, *(f"{path}.vocabulary" for path in out[:2])]
+        written[most] = [*counts, *(pa.parquet.read_table(file).to_pydict() for file in files)]
+    assert max(written[7][0].values()) > 300
+    assert written[200] == written[7] == written[2**22]
 
 
 def test_numbering_takes_at_most_28_bytes_an_id_and_asks_for_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
