@@ -375,7 +375,7 @@ def test_tables_are_unpinned_after_an_evaluation_that_reads_them(monkeypatch: An
         ebc(each).sum().backward()
     with torch.no_grad():
         ebc(ids[0])  # trained, and not in the cache any more
-    ebc.groups[0].records.carrier.close()
+    ebc.groups[0].records.transfers.carrier.close()
 
 
 # --- ids and inputs that a plan has not brought ---
