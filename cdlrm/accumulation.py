@@ -57,8 +57,10 @@ def earlier_gradients(module: Any) -> Earlier:
     for optimizer in list(_stepped):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             grad = parameter.grad
-            if type(grad) is Tensor and grad.layout == torch.strided and bool(grad.any()):
-                found.append((weakref.ref(parameter), grad, grad._version))
+            if type(grad) is Tensor and grad.layout == torch.strided:
+                module.groups[0].driver.waited("accumulation", 1)
+                if bool(grad.any()):
+                    found.append((weakref.ref(parameter), grad, grad._version))
     return found
 
 

@@ -164,6 +164,7 @@ def _weight_grads(ctx: Any, received: list[tuple[GroupCall, Tensor]]) -> list[Te
             continue
         assert each.call is not None
         out = each.group.records.weight_grad(each.call, matrix)
+        each.group.driver.waited("gradients of weights", sum(device != out.device for device in ctx.devices))
         starts = each.lookups.feature_starts
         for f, name in enumerate(names):
             found[name] = out[starts[f] : starts[f + 1]]
@@ -175,5 +176,6 @@ def _unscaled(module: Any, received: list[tuple[GroupCall, Tensor]]) -> list[tup
     scaler = module.grad_scaler
     if scaler is None or not scaler.is_enabled():
         return received
+    module.groups[0].driver.waited("scale", 1)
     inverse = 1.0 / scaler.get_scale()  # a power of two
     return [(each, matrix * inverse) for each, matrix in received]

@@ -119,6 +119,7 @@ def _not_passed_on(name: str) -> bool:
 
 def waiting_gradient(norm: float, unscaled: bool, like: Tensor) -> WaitingGradient:
     """For an anchor; `norm` of the row gradients that wait."""
-    out = torch.Tensor._make_subclass(WaitingGradient, torch.tensor(norm, device=like.device))
+    value = torch.full((), norm, device=like.device)  # made there: no device is waited for
+    out = torch.Tensor._make_subclass(WaitingGradient, value)
     out.unscaled = unscaled
     return out

@@ -162,6 +162,7 @@ class CachedModule(nn.Module):
         """By what the gradients of this module were scaled since they came; None: they were dropped."""
         if self.anchor.grad is None:
             return None
+        self.groups[0].driver.waited("norm", 1)
         now, came = float(self.anchor.grad), float(np.float32(self._norm))
         if now == came or came == 0.0:
             return 1.0

@@ -20,7 +20,7 @@ from scenarios import InputShape, backward, random_grad, random_inputs, same_bit
 
 import cdlrm
 from cdlrm.driver import formulas, gpu_order, gpu_records, gpu_transfers, launches, signatures, verdicts
-from cdlrm.errors import DeviceError, DeviceMemoryError, NonFiniteGradientError, PinError
+from cdlrm.errors import DeviceError, DeviceMemoryError, NonFiniteGradientError, PinError, UsageError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated GPU cannot compile kernels")
 
@@ -90,6 +90,34 @@ def test_launches_copies_and_waits_of_a_step(monkeypatch: Any, spec: Any, count:
     assert ebc.stats()["fills"] > stats["fills"]
     same_tables(ebc, oracle, "end")
     ebc.close()
+
+
+def test_waits_for_numbers_that_torch_keeps_on_the_device_are_counted(monkeypatch: Any) -> None:
+    """A GradScaler's scale, what clipping did to the norm, and gradients that may be added to."""
+    use(monkeypatch)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    ebc = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20, update="step")
+    ebc.grad_scaler = scaler
+    ids = {f"t{i}": torch.arange(4) for i in range(2)}
+    for _ in range(3):
+        scaler.scale(ebc(ids).sum()).backward()
+        scaler.step(ebc.optimizer)
+        scaler.update()
+        ebc.optimizer.zero_grad()
+    waits = backend_of(ebc).traffic.synchronizations
+    # The driver makes the norm; it is read by the step, and by the next backward pass.
+    assert (waits["scale"], waits["norm"]) == (3, 3 + 3 + 2)
+    ebc.close()
+    dense = torch.nn.Linear(4, 1)
+    twice = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)
+    step = torch.optim.SGD(dense.parameters(), lr=0.1)
+    dense(torch.ones(4)).sum().backward()
+    step.step()
+    twice(ids).sum().backward()  # without a step of the optimizer, whose gradients are still there at the next forward
+    with contextlib.suppress(UsageError):
+        dense(twice(ids).flatten(1)[:, :4]).sum().backward()
+    assert backend_of(twice).traffic.synchronizations["accumulation"] > 0
+    twice.close()
 
 
 def test_bytes_over_the_link_are_those_of_the_moves(monkeypatch: Any) -> None:

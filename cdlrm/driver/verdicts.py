@@ -160,6 +160,7 @@ class Verdicts:
             if last is not None and verdict.number > last:
                 break
             if verdict.known is None:
-                self.backend.synchronize(verdict.event, reason)
+                if not self.backend.is_done(verdict.event):
+                    self.backend.synchronize(verdict.event, reason)
                 self.decide(verdict)
         self.poll()
