@@ -43,7 +43,7 @@ policies: lru  the look-ahead cache of `cdlrm train`: beyond its horizon the row
 """
 EXAMPLES = """\
 examples:
-  cdlrm simulate --cache-ratio 0.01 0.05 0.1 --horizon 0 8 32 128
+  cdlrm simulate --cache-ratio 0.1 0.2 0.4 --horizon 0 8 32
   cdlrm simulate --data 'logs/*.orc' --cache-ratio 0.1 --prefetch-depth 0 1 2 --out caches.jsonl
   cdlrm simulate --data day_0.tsv --record day_0.parquet --curve 24 --figure curve.png
   cdlrm simulate --trace day_0.parquet --cache-rows 100000 200000 --policy lru min
