@@ -38,7 +38,8 @@ class AppliedGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         mine = _among(args, AppliedGradient)
-        if any(word in name for word in ("norm", "clamp", "clip")):
+        scaled = name in ("mul_", "div_", "__imul__", "__itruediv__")  # no optimizer of torch's does
+        if (mine and scaled) or any(word in name for word in ("norm", "clamp", "clip")):
             raise UsageError(mine[0].sentence if mine else _APPLIED)
         if name == _UNSCALE and not all(gradient.scaler_known for gradient in mine):
             raise UsageError(
@@ -46,7 +47,19 @@ class AppliedGradient(Tensor):
                 "set module.grad_scaler = scaler before the first step."
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return _as_theirs(name, func(*args, **(kwargs or {})), mine)
+
+
+_VIEWS = ("__get__", "detach", "view", "reshape")  # the first: `.data`
+
+
+def _as_theirs(name: str, out: Any, mine: list[Any]) -> Any:
+    """`out`, of the class of the gradient whose memory it shows: `grad.data.clamp_()` is as `grad.clamp_()`."""
+    if mine and name in _VIEWS and type(out) is Tensor:
+        view = torch.Tensor._make_subclass(type(mine[0]), out)
+        view.__dict__.update(mine[0].__dict__)
+        return view
+    return out
 
 
 def _among(args: Any, kind: type) -> list[Any]:
@@ -105,7 +118,7 @@ class WaitingGradient(Tensor):
             out = func(*args, **kwargs)
             for gradient, value in kept:
                 gradient.copy_(value)
-        return out
+            return _as_theirs(name, out, mine)
 
 
 _SCALING = ("mul_", "div_", "zero_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_", "__imul__", "__itruediv__",

@@ -28,11 +28,12 @@ class Replacement:
         self._originals = originals
 
     def undo(self) -> None:
-        """Put the original modules back, with the rows as trained, and close ours."""
+        """Put the original modules back, with the rows as trained, and close ours.  A second call changes nothing."""
         for path, original in self._originals.items():
             values = self.modules[path].table_copy(path)
             original.weight.data = values.to(original.weight.data.device)
             _swap(self.model, self.modules[path], original)
+        self._originals = {}
         self.close()
 
     def close(self) -> None:
@@ -182,6 +183,6 @@ def _counterpart(original: Any, settings: dict[str, Any]) -> CachedModule:
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` wherever `old` is a child."""
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children() names a shared child once
             if child is old:
                 setattr(parent, name, new)

@@ -198,6 +198,9 @@ def test_other_ways_to_clip_are_refused() -> None:
         lambda p: clip_grad_norm_(p, 0.1, norm_type=float("inf")),
         lambda p: [each.grad.add_(1.0) for each in p],
         lambda p: [each.grad.sign_() for each in p],
+        lambda p: [each.grad.data.clamp_(-0.1, 0.1) for each in p],
+        lambda p: [each.grad.detach().view(-1).clamp_(-0.1, 0.1) for each in p],
+        lambda p: [each.grad.data.norm(1) for each in p],
     ):
         with pytest.raises(UsageError, match="2-norm") as caught:
             wrong([ours.model.bag.anchor, ours.model.table.anchor])
@@ -205,7 +208,11 @@ def test_other_ways_to_clip_are_refused() -> None:
 
 
 @pytest.mark.parametrize("clip", [lambda p: clip_grad_norm_(p, 0.1), lambda p: clip_grad_value_(p, 0.1),
-                                  lambda p: clip_grad_value_(p, 0.1, foreach=True)])  # fmt: skip
+                                  lambda p: clip_grad_value_(p, 0.1, foreach=True),
+                                  lambda p: [each.grad.data.clamp_(-0.1, 0.1) for each in p],
+                                  lambda p: [each.grad.data.norm() for each in p],
+                                  lambda p: [each.grad.mul_(0.5) for each in p],
+                                  lambda p: [each.grad.data.div_(2) for each in p]])  # fmt: skip
 def test_clipping_after_updates_in_the_backward_pass_is_refused(clip: Any) -> None:
     ours, _ = pair(update="backward")
     ours.model(batches(1)[0]).sum().backward()

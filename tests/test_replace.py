@@ -243,6 +243,30 @@ def test_a_model_is_replaced_once() -> None:
         cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
 
 
+def test_one_module_under_several_names_of_one_parent() -> None:
+    bag = nn.EmbeddingBag(20, 4, mode="sum")
+    model = nn.Module()
+    model.one, model.two, model.listed = bag, bag, nn.ModuleList([bag, bag])
+    before = bag.weight.detach().clone()
+    done = cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
+    ours = done.modules["one"]
+    assert model.one is ours and model.two is ours and model.listed[0] is ours and model.listed[1] is ours
+    assert torch.equal(model.two.weight, before)
+    done.undo()
+    assert model.one is bag and model.two is bag and model.listed[0] is bag and model.listed[1] is bag
+    assert torch.equal(bag.weight, before)
+
+
+def test_undo_happens_once() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4))
+    done = cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
+    done.undo()
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    done.undo()
+    assert bool((model[0].weight == 7).all())
+
+
 def test_a_replaced_model_is_copied() -> None:
     torch.manual_seed(0)
     model = Nested()
