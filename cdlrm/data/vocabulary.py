@@ -146,10 +146,13 @@ class VocabularyWriter:
         self._digest = hashlib.blake2b(json.dumps(features).encode(), digest_size=8)
         self._about: dict[str, Any] = {"version": 1, "features": features, "min_count": min_count}
         self._writer = pa.parquet.ParquetWriter(path, _SCHEMA)
+        self._feature: str | None = None
 
     def write(self, feature: str, before: int, ids: np.ndarray, counts: np.ndarray) -> None:
         """ids (int64) and counts of rows before + 1, …."""
-        self._digest.update(len(ids).to_bytes(8, "little"))
+        if feature != self._feature:  # once, however many calls bring its ids
+            self._feature = feature
+            self._digest.update(f"|{feature}|".encode())
         self._digest.update(np.ascontiguousarray(ids, "<i8").data)
         for lo in range(0, len(ids), _CHUNK):
             part = slice(lo, lo + _CHUNK)

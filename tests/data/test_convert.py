@@ -417,7 +417,8 @@ def test_numbering_in_passes_gives_the_same_files(tmp_path: Path, monkeypatch: p
             converted(tmp_path / "y.tsv", out[2], use_vocabulary=str(out[0])).counts,
         ]
         files = [*out, *(f"{path}.vocabulary" for path in out[:2])]
-        written[most] = [*counts, *(pa.parquet.read_table(file).to_pydict() for file in files)]
+        names = [pa.parquet.read_schema(file).metadata for file in files]  # the vocabularies' names
+        written[most] = [*counts, *(pa.parquet.read_table(file).to_pydict() for file in files), *names]
     assert max(written[7][0].values()) > 300
     assert written[200] == written[7] == written[2**22]
 
