@@ -91,7 +91,7 @@ def compare(name: str, uses: Uses) -> list[dict[str, Any]]:
 
 def traces(data: list[str] | None) -> dict[str, Callable[[], Uses]]:
     def made(zipf: float, reuse: float = 0.0) -> Callable[[], Uses]:
-        return lambda: Uses.of(rows for rows, _ in Made(zipf, reuse))
+        return lambda: Uses.of(batch.rows for batch in Made(zipf, reuse))
 
     found = {f"zipf {a}": made(a) for a in (0.8, 1.05, 1.2)}
     found["zipf 1.05, 40 % reuse"] = made(1.05, 0.4)

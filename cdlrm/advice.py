@@ -22,7 +22,10 @@ def advice(report: Mapping[str, Any]) -> str | None:
     if not fills or training <= 0:
         return None
     parts = [f"a cache twice as large would fill {_up_to(fills, double)}"]
-    parts.append(f"a longer horizon {_up_to(fills, least)}")
+    if fills > least and cache["horizon"] >= report["training"]["steps"] / max(report["training"]["epochs"], 1):
+        parts.append("a longer horizon no fewer rows, since none reaches past the end of an epoch")
+    else:
+        parts.append(f"a longer horizon {_up_to(fills, least)}")
     waited = min(seconds["stall"] / training, 1.0)
     what = "for rows" if seconds["read"] < seconds["stall"] / 2 else "for rows or for the data"
     parts.append(

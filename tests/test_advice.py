@@ -63,3 +63,17 @@ def test_the_sentence() -> None:
     said = advice({"cache": cache, "seconds": slow})
     assert said is not None and said.endswith("waited for rows or for the data.")
     assert advice({"cache": {**cache, "fills": 0}, "seconds": seconds}) is None
+
+
+def test_a_horizon_that_reaches_the_end_of_the_epoch_need_not_be_longer(tmp_path: Path) -> None:
+    fills, said = [], []
+    for horizon in ("20", "40", "200"):
+        report = tmp_path / "r.json"
+        flags = ["--cache-rows", "2500", "--nepochs", "2", "--horizon", horizon, "--json", str(report)]
+        assert main(["train", *SMALL, *flags]) == 0
+        found = json.loads(report.read_text())
+        fills.append(found["cache"]["fills"])
+        said.append(advice(found) or "")
+        assert found["cache"]["mind_fills"] < fills[-1]
+    assert fills[1] == fills[2] and "a longer horizon up to" in said[0]
+    assert "a longer horizon no fewer rows, since none reaches past the end of an epoch" in said[1]

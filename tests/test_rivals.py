@@ -40,6 +40,13 @@ def test_uses() -> None:
     assert [count.tolist() for count in USES.counts][1] == [3] and USES.rows == 5 and USES.largest == 2
 
 
+def test_made_traces_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rivals.Made
+    monkeypatch.setattr(rivals, "Made", lambda *settings: made(*settings, batches=2))
+    for uses in rivals.traces(None).values():
+        assert len(uses().batches) == 2
+
+
 # by hand, with 3 slots: fills and evictions
 BY_HAND = {
     lru: (12, 9),

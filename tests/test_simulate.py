@@ -316,6 +316,21 @@ def test_bad_traces(tmp_path: Path) -> None:
     pq.write_table(pa.table({"rows": [1, 2]}), tmp_path / "flat.parquet")
     refused("flat.parquet", "list of integers")
 
+    for number, sizes in enumerate(([[5]], [5.5], 5, ["a"], [0])):
+        np.savez(tmp_path / f"sizes{number}.npz", rows=[1], starts=[0, 1], table_rows=sizes)
+        refused(f"sizes{number}.npz", "not a trace: the rows of its tables must be a list of integers above 0")
+        lists = pa.schema([("rows", pa.list_(pa.int64()))], metadata={"cdlrm.table_rows": json.dumps(sizes)})
+        pq.write_table(pa.table({"rows": [[1]]}, schema=lists), tmp_path / f"sizes{number}.parquet")
+        refused(f"sizes{number}.parquet", "not a trace: the rows of its tables must be a list of integers above 0")
+    huge = pa.table({"rows": pa.array([[1, 2**63]], pa.list_(pa.uint64()))})
+    pq.write_table(huge, tmp_path / "huge.parquet")
+    refused("huge.parquet", "cannot be read: Integer value 9223372036854775808", "5")
+    two = {"rows": [[1], [2]]}
+    pq.write_table(pa.table({**two, "epoch": pa.array([0, None], pa.int32())}), tmp_path / "null.parquet")
+    refused("null.parquet", "trace [^ ]*: an epoch is null", "5")
+    pq.write_table(pa.table({**two, "epoch": ["a", "b"]}), tmp_path / "words.parquet")
+    refused("words.parquet", "the column `epoch` does not hold integers", "5")
+
 
 def test_an_empty_trace_is_said() -> None:
     with pytest.raises(DataError, match="empty"):

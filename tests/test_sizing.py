@@ -22,7 +22,7 @@ from cdlrm.sizing.fit import cost, fit_costs
 from cdlrm.sizing.measure import Case
 from cdlrm.sizing.model import Prediction, contended, fill_seconds, padded, pipeline, predict, stages_of
 from cdlrm.sizing.profiles import GPUS, Profile, gpu_profile, interpolate, load_profile, save_profile
-from cdlrm.sizing.traffic import Ids, everything_resident, read_ids, run_planner
+from cdlrm.sizing.traffic import Ids, everything_resident, read_ids, run_planner, run_planners
 from cdlrm.sizing.work import Moves, Shape, dense_counts, shape_of
 
 SHAPE = Shape(1000, 4, 16, 1, "rowwise-adagrad", (13, 32, 16), (26, 8, 1), 10)
@@ -284,6 +284,16 @@ def test_memory_grows_with_the_cache_and_the_rows() -> None:
     assert rows[0].host_bytes >= 4000 * (padded(68) + 12) and rows[0].fits
 
 
+def test_batches_that_grow_do_not_make_a_larger_cache_look_slower() -> None:
+    rng = np.random.default_rng(5)
+    sizes = [400 if number < 140 else 6_000 for number in range(200)]
+    ids = read_ids(Given([rng.integers(0, 80_000, size) for size in sizes], [80_000]))
+    rows = answer(ask(GPU, ids), [14_000, 30_000, 50_000, 60_000]).rows
+    trainer = [row.prediction.trainer_seconds for row in rows]
+    assert max(trainer[:-1]) == min(trainer[:-1])  # the same batches; the resident one looks up without a plan
+    assert rows[-1].traffic.warm == rows[0].traffic.warm
+
+
 # --- profiles ---
 
 
@@ -321,6 +331,12 @@ def test_bad_profiles(tmp_path: Path) -> None:
     refused(json.dumps({**values, "device_gb_per_s": "fast"}), "device_gb_per_s is 'fast'")
     refused(json.dumps({**values, "kind": "tpu"}), "kind 'tpu'")
     refused(json.dumps({**values, "zero_copy_share": {}}), "zero_copy_share")
+    for wrong in (5, {"small": 1}, {"64": "fast"}, {"64": None}):
+        refused(json.dumps({**values, "host_record_gb_per_s": wrong}), "must give numbers by record size")
+    for name in ("launch_us", "background_cost", "spread"):
+        refused(json.dumps({**values, name: "none"}), f"{name} is 'none'")
+        refused(json.dumps({**values, name: -1}), f"{name} is -1")
+    refused(json.dumps({**values, "tf32_tflops": 0}), "tf32_tflops is 0")
     refused(json.dumps({**values, "kind": "cpu"}), "costs of the stage 'plan'")
     with pytest.raises(ConfigError, match="rtx4090"):
         gpu_profile("voodoo2")
@@ -382,8 +398,7 @@ def test_plan_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["advice"] in out and found["table_rows"] == 13509 and found["shape"]["batch_size"] == 256
     assert out.rstrip().endswith(found["advice"])
     trace = SourceTrace(TrainConfig(synthetic_rows="3000-500-7-10000-2", mini_batch_size=256, num_batches=30))
-    traffic = run_planner(read_ids(trace), 1351, 32, 1)
-    moves = traffic.moves(read_ids(trace))
+    moves = run_planners(read_ids(trace), [1351, 6755], "auto", 1)[0].moves(read_ids(trace))
     assert found["caches"][0]["rows_a_batch"]["copied"] == pytest.approx(sum(m.copied for m in moves) / len(moves))
     for row in found["caches"]:
         assert row["samples_per_second"] == pytest.approx(256 / row["step_seconds"])

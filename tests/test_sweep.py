@@ -182,6 +182,16 @@ def test_figures(ending: str, tmp_path: Path) -> None:
     assert all(file.stat().st_size > 5000 for file in figures.iterdir())
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "notes").write_text("mine")
+    out = tmp_path / "s.jsonl"
+    assert main([*RUN, "--simulate", "--out", str(out), "--figures", str(tmp_path / "notes" / "f")]) == 2
+    assert "cannot be made" in capsys.readouterr().err and not out.exists()
+
+
 def test_figures_of_several_shapes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     flags = ["--simulate", "--arch-sparse-feature-size", "4", "16", "--figures", str(tmp_path / "f")]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,14 +103,17 @@ class FileTrace(Trace):
             raise ConfigError(f"--trace {file}: expected a file that ends in .parquet or .npz.")
         try:
             rows, names = readers[self.file.suffix]()
+            if not isinstance(rows, list) or not all(type(n) is int and n > 0 for n in rows):
+                raise ValueError("the rows of its tables must be a list of integers above 0")
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise DataError(f"--trace {file}: not a trace: {' '.join(str(error).split())}.") from error
+            raise DataError(f"--trace {file}: not a trace: {_line(error)}.") from error
         if table_rows is not None:
             rows = dashed("--table-rows", table_rows)
         if not rows or min(rows) < 1:
             raise ConfigError(f"--trace {file}: it does not say how many rows the tables have; give --table-rows.")
-        self.table_rows = [int(n) for n in rows]
-        self.names = names if names and len(names) == len(rows) else [f"t{i}" for i in range(len(rows))]
+        self.table_rows = list(rows)
+        named = isinstance(names, list) and len(names) == len(rows)
+        self.names = names if named else [f"t{i}" for i in range(len(rows))]
         if self.batches == 0:
             raise DataError(f"--trace {file}: it has no batches; record one with --record.")
         self.check_size()
@@ -126,8 +130,10 @@ class FileTrace(Trace):
                         "give the --table-rows that it was recorded with."
                     )
                 yield BatchRows(rows, epoch)
-        except (OSError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"--trace {self.file}: cannot be read: {' '.join(str(error).split())}.") from error
+        except DataError:
+            raise
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"--trace {self.file}: cannot be read: {_line(error)}.") from error
 
     def _open_parquet(self) -> tuple[Sequence[int], list[str]]:
         import pyarrow as pa
@@ -140,8 +146,10 @@ class FileTrace(Trace):
             raise ValueError("no column `rows` with a list of integers for each batch")
         if not pa.types.is_integer(schema.field("rows").type.value_type):
             raise ValueError("the column `rows` does not hold lists of integers")
+        if "epoch" in schema.names and not pa.types.is_integer(schema.field("epoch").type):
+            raise ValueError("the column `epoch` does not hold integers")
         said = schema.metadata or {}
-        return json.loads(said.get(b"cdlrm.table_rows", b"[]")), json.loads(said.get(b"cdlrm.tables", b"[]"))
+        return json.loads(said.get(b"cdlrm.table_rows", b"[]")) or [], json.loads(said.get(b"cdlrm.tables", b"[]"))
 
     def _parquet(self) -> Iterator[tuple[np.ndarray, int]]:
         import pyarrow as pa
@@ -156,6 +164,8 @@ class FileTrace(Trace):
                         raise DataError(f"--trace {self.file}: a batch or a row is null; every batch needs a list.")
                     values = lists.values.cast(pa.int64()).to_numpy(zero_copy_only=False)
                     starts = lists.offsets.to_numpy()
+                    if "epoch" in wanted and piece.column("epoch").null_count:
+                        raise DataError(f"--trace {self.file}: an epoch is null; every batch needs one, or none has.")
                     epochs = piece.column("epoch").to_numpy() if "epoch" in wanted else np.zeros(len(lists), np.int32)
                     for b in range(len(lists)):
                         yield values[starts[b] : starts[b + 1]], int(epochs[b])
@@ -182,6 +192,11 @@ class FileTrace(Trace):
                 if len(data) != count * self._dtype.itemsize:
                     raise EOFError("`rows` ends early")
                 yield np.frombuffer(data, self._dtype).astype(np.int64), 0
+
+
+def _line(error: Exception) -> str:
+    """What an exception says, without the full stop that the sentence around it ends with."""
+    return " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split()).rstrip(".")
 
 
 def _npy_header(stream: Any) -> tuple[int, np.dtype]:

@@ -12,7 +12,7 @@ from ..plan import shards_for
 from ..report import size
 from .model import HIDDEN, TRAINER, Prediction, padded, predict, useful_shards
 from .profiles import Profile
-from .traffic import Ids, Traffic, everything_resident, run_planners
+from .traffic import Ids, Traffic, run_planners
 from .work import Moves, Shape
 
 USABLE = 0.9
@@ -156,7 +156,7 @@ def rows_between(question: Question, rows: Sequence[Row]) -> list[Row]:
 
 def _as_cache(ids: Ids, traffic: Traffic) -> Traffic:
     """A cache of all rows, which fills each once, in the place of everything resident; others as they are."""
-    return dataclasses.replace(everything_resident(ids), fills=ids.first) if traffic.resident else traffic
+    return dataclasses.replace(traffic, fills=ids.first) if traffic.resident else traffic
 
 
 def _between(ids: Ids, low: Traffic, high: Traffic, cache_rows: int) -> Traffic:

@@ -201,7 +201,10 @@ def load_profile(file: str) -> Profile:
     if missing:
         raise DataError(f"--profile {file}: {missing[0]!r} is missing or unknown; make it with `cdlrm calibrate`.")
     for name in ("host_record_gb_per_s", "zero_copy_share"):
-        values[name] = {int(size): float(rate) for size, rate in values.get(name, {}).items()}
+        try:
+            values[name] = {int(size): float(rate) for size, rate in values.get(name, {}).items()}
+        except (AttributeError, TypeError, ValueError):
+            raise DataError(f"--profile {file}: {name} must give numbers by record size, as {{\"64\": 1.6}}.") from None
     profile = Profile(**values)
     _check(profile, f"--profile {file}")
     return profile
@@ -216,10 +219,12 @@ _HOST = ("cores", "host_memory_bytes", "host_gb_per_s", "planner_lookups_per_s",
 _POSITIVE = {
     "cpu": _HOST,
     "gpu": (
-        *_HOST, "device_memory_bytes", "device_gb_per_s", "device_random_share", "fp32_tflops", "dense_share",
-        "link_to_device_gb_per_s", "link_to_host_gb_per_s", "link_both_gb_per_s", "write_share", "staged_share",
+        *_HOST, "device_memory_bytes", "device_gb_per_s", "device_random_share", "fp32_tflops", "tf32_tflops",
+        "dense_share", "link_to_device_gb_per_s", "link_to_host_gb_per_s", "link_both_gb_per_s", "write_share",
+        "staged_share",
     ),
 }  # fmt: skip
+_NOT_NEGATIVE = ("launch_us", "background_cost", "spread")
 STAGES = ("plan", "resident", "transfer", "lookup", "update", "dense")
 """Of a measured machine, in `costs`."""
 
@@ -232,6 +237,10 @@ def _check(profile: Profile, where: str) -> None:
         value: Any = getattr(profile, name)
         if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise DataError(f"{where}: {name} is {value!r}; it must be a number above 0.")
+    for name in _NOT_NEGATIVE:
+        value = getattr(profile, name)
+        if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise DataError(f"{where}: {name} is {value!r}; it must be a number, 0 or more.")
     tables = ("host_record_gb_per_s", *(("zero_copy_share",) if profile.kind == "gpu" else ()))
     for name in tables:
         if not getattr(profile, name) or min(getattr(profile, name).values()) <= 0:

@@ -166,7 +166,11 @@ def _half(ids: Ids) -> int:
 def run_planners(
     ids: Ids, sizes: Sequence[int], horizon: int | str, depth: int, progress: Callable[[int], Any] = lambda done: None
 ) -> list[Traffic]:
-    """One `Traffic` a cache size, in parallel; a cache of all rows is resident."""
+    """One `Traffic` a cache size, in parallel; a cache of all rows is resident.
+
+    All count from the same batch on, the latest of theirs: where batches differ, means over others would make a
+    larger cache look slower.
+    """
 
     def run(rows: int) -> Traffic:
         return everything_resident(ids) if rows >= ids.rows else run_planner(ids, rows, horizon, depth)
@@ -176,4 +180,5 @@ def run_planners(
         for traffic in pool.map(run, sizes):
             out.append(traffic)
             progress(1)
-    return out
+    warm = max(traffic.warm for traffic in out)
+    return [dataclasses.replace(traffic, warm=warm) for traffic in out]

@@ -141,6 +141,10 @@ def _check_figures(folder: str | None) -> None:
     require_matplotlib()
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ConfigError(f"--figures {folder}: is a file; name a folder.")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)  # now, not after hours of runs
+    except OSError as error:
+        raise ConfigError(f"--figures {folder}: cannot be made ({error.strerror}); name another folder.") from error
 
 
 class Bar:
