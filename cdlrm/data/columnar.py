@@ -105,7 +105,8 @@ class ColumnarSource(FileSource):
                 how = "no" if name not in schema.names else "more than one"
                 close = difflib.get_close_matches(name, schema.names, n=3) if how == "no" else []
                 meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-                remedy = "name columns that are there, or give files that have it" if file == self.files[0] else "give files with equal columns"
+                first = file == self.files[0]
+                remedy = f"{'name columns that are there, or ' if first else ''}give files that have it"
                 raise DataError(
                     f"{file}: there is {how} column '{name}' among {_shown(schema.names)}{meant or '; ' + remedy}"
                 )

@@ -37,7 +37,7 @@ the plans say.  Nothing is trained.  Times leave out reading the data.
 PLAN_EXAMPLES = """\
 examples:
   cdlrm plan --gpu rtx4090
-  cdlrm plan --gpu a100-40 --data 'logs/*.orc' --table-rows 10000000 --arch-sparse-feature-size 64
+  cdlrm plan --gpu a100-40 --data 'logs/*.orc' --table-rows 1000000 --arch-sparse-feature-size 64
   cdlrm plan --gpu rtx3060 --cores 6 --host-memory 32 --cache-ratio 0.02 0.05 0.1 --json plan.json
   cdlrm calibrate --out here.json && cdlrm plan --profile here.json --mini-batch-size 4096
 """
