@@ -42,7 +42,7 @@ class ColumnarSource(FileSource):
     by_columns = False  # whether a few columns can be read without reading the others
 
     def _open(self, columns: dict[str, Any]) -> None:
-        self._readers = Readers(self._open_file, self.open_files)
+        self._readers = Readers(self.open_files)
         self._blocks: list[tuple[str, int]] = []
         self._rows: list[int | None] = []
         self._total = 0
@@ -58,7 +58,7 @@ class ColumnarSource(FileSource):
         for file in self.files:
             self._check_columns(file)
             self._check_prepared(file)
-            with self._reading(file), self._readers.of(file) as reader:
+            with self._reading(file), self._readers.of(file, self._open_file) as reader:
                 rows, counts = self._sizes(reader)
             self._blocks += [(file, i) for i in range(len(counts))]
             self._rows += counts
@@ -127,7 +127,7 @@ class ColumnarSource(FileSource):
         raise NotImplementedError
 
     def _schema(self, file: str) -> pa.Schema:
-        with self._reading(file), self._readers.of(file) as reader:
+        with self._reading(file), self._readers.of(file, self._open_file) as reader:
             return self._schema_of(reader)
 
     def dense_types(self) -> list[pa.DataType]:
@@ -163,7 +163,7 @@ class ColumnarSource(FileSource):
     def fetch(self, block: int, names: list[str]) -> pa.Table | pa.RecordBatch:
         """Columns of a block as Arrow has them."""
         file, index = self._blocks[block]
-        with self._reading(file), self._readers.of(file) as reader:
+        with self._reading(file), self._readers.of(file, self._open_file) as reader:
             table = self._read(reader, index, names)
         self._rows[block] = table.num_rows
         return table
@@ -206,7 +206,7 @@ class ColumnarSource(FileSource):
                 row = lo + first
                 role = "label" if at == 0 else "dense" if at <= self.num_dense else "ids"
                 ids = self.id_maps[at - 1 - self.num_dense] if role == "ids" else None
-                wrong, remedy = arrow.bad_value(self.fetch(block, [name]).column(name), row, role, ids)
+                wrong, remedy = arrow.bad_value(self.fetch(block, [name]).column(name), row, role, ids, self.padding)
                 row += sum(self.block_rows(block - i) for i in range(1, index + 1))
                 return f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}"
         return None
@@ -228,7 +228,7 @@ class ParquetSource(ColumnarSource):
     by_columns = True
 
     def _prepared(self, file: str) -> Prepared | None:
-        with self._reading(file), self._readers.of(file) as reader:
+        with self._reading(file), self._readers.of(file, self._open_file) as reader:
             metadata = reader.schema_arrow.metadata
         return Prepared.from_metadata(file, metadata)
 
