@@ -55,6 +55,7 @@ class ColumnarSource(FileSource):
                 f"{self.files[0]}: there are no columns i1… or c1… among {_shown(names)}; "
                 "name the columns with dense_columns and sparse_columns"
             )
+        self._dense_kinds: list[set[pa.DataType]] = [set() for _ in self.dense]
         for file in self.files:
             self._check_columns(file)
             self._check_prepared(file)
@@ -110,6 +111,8 @@ class ColumnarSource(FileSource):
                     f"{file}: there is {how} column '{name}' among {_shown(schema.names)}{meant or '; ' + remedy}"
                 )
             arrow.check_type(file, name, schema.field(name).type, name in self.sparse)
+        for kinds, name in zip(self._dense_kinds, self.dense, strict=True):
+            kinds.add(arrow.number_type(arrow.inner_type(schema.field(name).type)))
 
     # The format.
 
@@ -131,9 +134,8 @@ class ColumnarSource(FileSource):
             return self._schema_of(reader)
 
     def dense_types(self) -> list[pa.DataType]:
-        """Arrow types that hold the raw dense values."""
-        kinds = [arrow.inner_type(self._schema(self.files[0]).field(name).type) for name in self.dense]
-        return [arrow.number_type(kind) for kind in kinds]
+        """Arrow types that hold the raw dense values of all files."""
+        return [next(iter(kinds)) if len(kinds) == 1 else pa.float64() for kinds in self._dense_kinds]
 
     # The source.
 
