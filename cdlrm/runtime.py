@@ -317,7 +317,9 @@ class Pipeline:
                 if self.ended and self.read == self.trained:
                     return None
                 if self.threads:
-                    self._wait(seen, WAIT_SECONDS)
+                    # Ctrl-C just when the wait has let go of the lock would end in a lock that nobody holds, released.
+                    with interrupt_later():
+                        self._wait(seen, WAIT_SECONDS)
                 else:
                     self.run_stages()
         finally:

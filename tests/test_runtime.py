@@ -310,6 +310,36 @@ def test_generator_that_looks_at_the_module(rig: Callable[..., Rig]) -> None:
 # ---- Ctrl-C
 
 
+def test_ctrl_c_when_the_wait_has_just_let_go_of_the_lock() -> None:
+    rig = Rig(batches=6)
+
+    def loader() -> Iterator[Any]:
+        yield from rig.loader[:2]
+        time.sleep(0.5)  # the trainer waits meanwhile
+        yield from rig.loader[2:]
+
+    look = rig.look(loader())
+    main = threading.current_thread()
+    pressed: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        for batch in look:
+            rig.train(batch)
+            if rig.trained == 2:
+                condition = look._pipeline.condition
+
+                def press(let_go: Any = condition._release_save) -> Any:
+                    state = let_go()
+                    if threading.current_thread() is main and not pressed:
+                        pressed.append(True)
+                        signal.raise_signal(signal.SIGINT)
+                    return state
+
+                condition._release_save = press
+    assert pressed
+    look.close()
+    same_tables(rig.ebc, rig.oracle, "tables")
+
+
 def test_keyboard_interrupt_in_the_body(rig: Callable[..., Rig]) -> None:
     r = rig()
     before = set(threading.enumerate())

@@ -59,7 +59,7 @@ class ArraySource(ColumnarSource):
     open_files = 2  # a compressed archive that is open has a temporary file
 
     def _prepared(self, file: str) -> Prepared | None:
-        with self._reading(file), self._readers.of(file) as reader:
+        with self._reading(file), self._readers.of(file, self._open_file) as reader:
             dense, sparse = (
                 [f"{c}{i + 1}" for i in range(n)] for c, n in (("i", reader.dense.width), ("c", reader.sparse.width))
             )

@@ -269,12 +269,16 @@ def _earliest(first: int, second: int) -> int:
     return max(first, second) if first < 0 or second < 0 else min(first, second)
 
 
-def bad_value(column: pa.Array | pa.ChunkedArray, row: int, role: str, ids: IdMap | None) -> tuple[str, str]:
-    """What is wrong with a row that a kernel refused, and the remedy; role is "label", "dense" or "ids"."""
+def bad_value(
+    column: pa.Array | pa.ChunkedArray, row: int, role: str, ids: IdMap | None, padding: int | None = None
+) -> tuple[str, str]:
+    """What is wrong with a row that a kernel refused, and the remedy; role is "label", "dense" or "ids". Elements of
+    lists that equal `padding` were dropped."""
     value = column[row].as_py()
     inner = value if isinstance(value, list) else [value]
     if ids is not None:
-        wrong = next(v for v in inner if v is not None and not 0 <= v < ids.rows)
+        dropped = padding if isinstance(value, list) else None
+        wrong = next(v for v in inner if v is not None and v != dropped and not 0 <= v < ids.rows)
         return (
             f"is {wrong}, outside [0, {ids.rows})",
             "give the table more rows (table_rows), hash the ids (ids='hash'), or convert the files with cdlrm convert "

@@ -24,20 +24,21 @@ __all__ = ["Block", "Readers"]
 
 class Readers:
     """Opened files. A reader is used by one thread at a time, so a file may be open several times; a few stay open, so
-    that footers are not read for every block."""
+    that footers are not read for every block. How to open one comes with each call: what belongs to the source and
+    knew it would keep its files open until Python looks for cycles."""
 
-    def __init__(self, open_file: Callable[[str], Any], most: int) -> None:
-        self._open_file, self._most = open_file, most
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._idle: list[tuple[str, Any]] = []  # used last: at the end
         self._lock = Lock()
 
     @contextmanager
-    def of(self, file: str) -> Iterator[Any]:
+    def of(self, file: str, open_file: Callable[[str], Any]) -> Iterator[Any]:
         with self._lock:
             at = next((i for i, (name, _) in enumerate(self._idle) if name == file), None)
             reader = None if at is None else self._idle.pop(at)[1]
         if reader is None:
-            reader = self._open_file(file)
+            reader = open_file(file)
         yield reader  # an error: it is closed, not used again
         with self._lock:
             self._idle.append((file, reader))

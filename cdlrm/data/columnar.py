@@ -42,7 +42,7 @@ class ColumnarSource(FileSource):
     by_columns = False  # whether a few columns can be read without reading the others
 
     def _open(self, columns: dict[str, Any]) -> None:
-        self._readers = Readers(self._open_file, self.open_files)
+        self._readers = Readers(self.open_files)
         self._blocks: list[tuple[str, int]] = []
         self._rows: list[int | None] = []
         self._total = 0
@@ -55,10 +55,11 @@ class ColumnarSource(FileSource):
                 f"{self.files[0]}: there are no columns i1… or c1… among {_shown(names)}; "
                 "name the columns with dense_columns and sparse_columns"
             )
+        self._dense_kinds: list[set[pa.DataType]] = [set() for _ in self.dense]
         for file in self.files:
             self._check_columns(file)
             self._check_prepared(file)
-            with self._reading(file), self._readers.of(file) as reader:
+            with self._reading(file), self._readers.of(file, self._open_file) as reader:
                 rows, counts = self._sizes(reader)
             self._blocks += [(file, i) for i in range(len(counts))]
             self._rows += counts
@@ -111,6 +112,8 @@ class ColumnarSource(FileSource):
                     f"{file}: there is {how} column '{name}' among {_shown(schema.names)}{meant or '; ' + remedy}"
                 )
             arrow.check_type(file, name, schema.field(name).type, name in self.sparse)
+        for kinds, name in zip(self._dense_kinds, self.dense, strict=True):
+            kinds.add(arrow.number_type(arrow.inner_type(schema.field(name).type)))
 
     # The format.
 
@@ -128,13 +131,12 @@ class ColumnarSource(FileSource):
         raise NotImplementedError
 
     def _schema(self, file: str) -> pa.Schema:
-        with self._reading(file), self._readers.of(file) as reader:
+        with self._reading(file), self._readers.of(file, self._open_file) as reader:
             return self._schema_of(reader)
 
     def dense_types(self) -> list[pa.DataType]:
-        """Arrow types that hold the raw dense values."""
-        kinds = [arrow.inner_type(self._schema(self.files[0]).field(name).type) for name in self.dense]
-        return [arrow.number_type(kind) for kind in kinds]
+        """Arrow types that hold the raw dense values of all files."""
+        return [next(iter(kinds)) if len(kinds) == 1 else pa.float64() for kinds in self._dense_kinds]
 
     # The source.
 
@@ -164,7 +166,7 @@ class ColumnarSource(FileSource):
     def fetch(self, block: int, names: list[str]) -> pa.Table | pa.RecordBatch:
         """Columns of a block as Arrow has them."""
         file, index = self._blocks[block]
-        with self._reading(file), self._readers.of(file) as reader:
+        with self._reading(file), self._readers.of(file, self._open_file) as reader:
             table = self._read(reader, index, names)
         self._rows[block] = table.num_rows
         return table
@@ -207,7 +209,7 @@ class ColumnarSource(FileSource):
                 row = lo + first
                 role = "label" if at == 0 else "dense" if at <= self.num_dense else "ids"
                 ids = self.id_maps[at - 1 - self.num_dense] if role == "ids" else None
-                wrong, remedy = arrow.bad_value(self.fetch(block, [name]).column(name), row, role, ids)
+                wrong, remedy = arrow.bad_value(self.fetch(block, [name]).column(name), row, role, ids, self.padding)
                 row += sum(self.block_rows(block - i) for i in range(1, index + 1))
                 return f"{file}: row {row} (from 0): column '{name}' {wrong}; {remedy}"
         return None
@@ -229,7 +231,7 @@ class ParquetSource(ColumnarSource):
     by_columns = True
 
     def _prepared(self, file: str) -> Prepared | None:
-        with self._reading(file), self._readers.of(file) as reader:
+        with self._reading(file), self._readers.of(file, self._open_file) as reader:
             metadata = reader.schema_arrow.metadata
         return Prepared.from_metadata(file, metadata)
 

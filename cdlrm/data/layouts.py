@@ -108,7 +108,7 @@ class AmazonSource(ColumnarSource):
         super()._open({})
 
     def _prepared(self, file: str) -> Prepared | None:
-        with self._readers.of(file) as pairs:
+        with self._readers.of(file, self._open_file) as pairs:
             items, users = 1 + int(pairs.items[-1]), 1 + int(pairs.user.max())
         counts = {"history": items, "item": items, "user": users}
         return Prepared("label", [], list(counts), numbered=True, counts=counts)

@@ -72,6 +72,16 @@ def test_same_batches(tmp_path: Path, kind: str) -> None:
     assert table["c3"].to_pylist() == raw["c3"] and table["i1"].to_pylist() == raw["i1"]
 
 
+def test_numbers_of_another_type_in_a_later_file(tmp_path: Path) -> None:
+    values = [[2, None], [2.5, 2**53], [0.1, 3]]
+    for k, kind in enumerate((pa.int64(), pa.float64(), pa.float32())):
+        table = pa.table({"label": [0, 1], "i1": pa.array(values[k], kind), "c1": [1, 2]})
+        pa.parquet.write_table(table, tmp_path / f"{k}.parquet")
+    converted([tmp_path / f"{k}.parquet" for k in range(3)], tmp_path / "y.parquet")
+    wanted = [2, None, 2.5, 2.0**53, float(np.float32(0.1)), 3]
+    assert pa.parquet.read_table(tmp_path / "y.parquet")["i1"].to_pylist() == wanted
+
+
 def test_lists_only_where_there_are_several(tmp_path: Path) -> None:
     raw = raw_rows(ROWS, num_dense=1, num_sparse=2)
     raw["c1"] = [[i, i + 1, 0] if i > 500 else [i % 3] for i in range(ROWS)]

@@ -290,6 +290,15 @@ def test_padding_is_dropped(tmp_path: Path) -> None:
     assert batch.sparse["c2"].values.tolist() == [0, 5, 6, 0, 0, 0, 0, 0, 9, 1, 2, 3]
 
 
+def test_padding_is_not_the_bad_id(tmp_path: Path) -> None:
+    columns = {"label": [1, 0], "c1": pa.array([[1, -1], [-1, 2, 500]], pa.list_(pa.int64())), "c2": [0, -1]}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+    settings: dict[str, Any] = {"ids": "rows", "table_rows": 100}
+    lists, single = ({"padding": -1, "sparse_columns": [name]} for name in ("c1", "c2"))
+    refused(tmp_path / "x.parquet", "row 1", "column 'c1' is 500, outside [0, 100)", columns=lists, **settings)
+    refused(tmp_path / "x.parquet", "row 1", "column 'c2' is -1, outside [0, 100)", columns=single, **settings)
+
+
 def test_prepared_files_say_how_they_are_read(tmp_path: Path) -> None:
     raw = raw_rows(20, num_dense=1, num_sparse=2)
     raw["c1"], raw["c2"] = list(range(20)), [0] * 20

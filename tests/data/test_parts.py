@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,26 @@ def test_a_block_goes_without_the_garbage_collector(files: dict[str, Path]) -> N
         gc.enable()
 
 
+def open_files(folder: Path) -> int:
+    names = [entry.path for entry in os.scandir("/proc/self/fd")]
+    return sum(os.path.realpath(name).startswith(str(folder)) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "orc"])
+def test_files_close_with_the_source(files: dict[str, Path], kind: str) -> None:
+    """Without the garbage collector, which may not run before there are too many."""
+    gc.disable()
+    try:
+        source = open_source(files[kind], batch_size=64)
+        batches = iter(source)
+        next(batches)
+        assert open_files(files[kind].parent) > 0
+        del source, batches
+        assert open_files(files[kind].parent) == 0
+    finally:
+        gc.enable()
+
+
 def test_a_reader_is_used_by_one_thread_at_a_time() -> None:
     opened: list[threading.Lock] = []
 
@@ -112,12 +133,12 @@ def test_a_reader_is_used_by_one_thread_at_a_time() -> None:
         opened.append(threading.Lock())
         return opened[-1]
 
-    readers = Readers(open_file, 2)
+    readers = Readers(2)
     both = threading.Barrier(2)
 
     def use(_: int) -> None:
         for turn in range(200):
-            with readers.of("ab"[turn % 2]) as reader:
+            with readers.of("ab"[turn % 2], open_file) as reader:
                 assert reader.acquire(blocking=False)
                 if not turn:
                     both.wait()
@@ -125,8 +146,8 @@ def test_a_reader_is_used_by_one_thread_at_a_time() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(use, range(2)))
-    with pytest.raises(OSError), readers.of("c") as broken:
+    with pytest.raises(OSError), readers.of("c", open_file) as broken:
         raise OSError
-    with readers.of("c") as reader:
+    with readers.of("c", open_file) as reader:
         assert reader is not broken  # after an error it is opened anew
     assert len(readers._idle) == 2
