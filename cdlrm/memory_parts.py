@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from .config import TrainConfig
 from .memory_use import Use, pages
 from .plan.planner import shards_for
 
-HUGE, PAGE = 2 << 20, 4096
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 @dataclasses.dataclass
@@ -51,13 +52,21 @@ def layout_of(config: TrainConfig, rows: list[int]) -> Layout:
     return Layout(rows, 4 * dim, 4 * state, slots, resident, in_file)
 
 
-def _huge(setting: str) -> bool:
-    """Whether the kernel gives huge pages to memory that asks for them ("madvise") or to all ("always")."""
+def _page_bytes(*settings: str) -> int:
+    """Size of the pages of memory, where huge ones are given under `settings`: "always" (to all memory), "madvise" (to
+    memory that asks for them).  It is the machine's: 4 KiB and 2 MiB on x86-64, up to 64 KiB and 512 MiB on aarch64."""
     try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return "[always]" in text or (setting == "madvise" and "[madvise]" in text)
+        chosen = (HUGE_PAGES / "enabled").read_text(encoding="utf-8")
+        if any(f"[{setting}]" in chosen for setting in settings):
+            return int((HUGE_PAGES / "hpage_pmd_size").read_text(encoding="utf-8"))
+    except OSError:  # a kernel without huge pages
+        pass
+    return mmap.PAGESIZE
+
+
+def _touched(use: Use, lo: int, hi: int, row_bytes: int, page: int) -> int:
+    """Memory of the rows [lo, hi) of `row_bytes` each, of which only pages that hold a used row exist."""
+    return min(page * pages(use.trained, lo, hi, row_bytes, page), row_bytes * (hi - lo))
 
 
 def _store_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
@@ -66,8 +75,8 @@ def _store_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
         return 0
     if layout.pinned or (layout.resident and not layout.apart):
         return (hi - lo) * layout.record_bytes
-    page = HUGE if _huge("always") else PAGE
-    return sum(page * pages(use.trained, lo, hi, size, page) for size in (layout.weight_bytes, layout.state_bytes))
+    page = _page_bytes("always")
+    return sum(_touched(use, lo, hi, size, page) for size in (layout.weight_bytes, layout.state_bytes))
 
 
 def _row_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
@@ -75,8 +84,8 @@ def _row_bytes(layout: Layout, use: Use, lo: int, hi: int) -> int:
     flags = (hi - lo) // 4  # trained, changed: a bit each
     if layout.resident:
         return flags + (4 + 9 * layout.apart) * (hi - lo)  # stamps; rows of the slots, and which are dirty
-    page = HUGE if _huge("madvise") else PAGE  # NumPy asks for huge pages
-    return flags + sum(min(page * pages(use.trained, lo, hi, size, page), size * (hi - lo)) for size in (8, 4))
+    page = _page_bytes("always", "madvise")  # NumPy asks for huge pages
+    return flags + sum(_touched(use, lo, hi, size, page) for size in (8, 4))
 
 
 def parts_of(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:

@@ -15,14 +15,14 @@ import pytest
 from emulated import Emulated, use
 from emulator.compile import compiler
 
-from cdlrm import memory_plan, memory_use
+from cdlrm import memory_parts, memory_plan, memory_use
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
-from cdlrm.memory_parts import HUGE, PAGE
+from cdlrm.memory_parts import Layout, tables_of
 from cdlrm.memory_plan import plan_memory
 from cdlrm.memory_text import render_plan
-from cdlrm.memory_use import count, pages
+from cdlrm.memory_use import Use, count, pages
 from cdlrm.report import render
 from cdlrm.train import Trainer
 
@@ -80,7 +80,8 @@ def test_a_dry_run_that_compiled_measures_again(
     assert json.loads(plan.read_text(encoding="utf-8"))["total_bytes"] > 100 * 2**20
 
 
-def test_pages_are_counted_as_touched() -> None:
+@pytest.mark.parametrize("page", [4096, 65536])
+def test_pages_are_counted_as_touched(page: int) -> None:
     random = np.random.default_rng(0)
     for size in (4, 12, 64, 132, 5000):
         rows = np.unique(random.integers(0, 9000, 300))
@@ -90,9 +91,39 @@ def test_pages_are_counted_as_touched() -> None:
         for lo, hi in ((0, 9000), (1003, 7777)):
             expected: set[int] = set()
             for row in rows[(rows >= lo) & (rows < hi)].tolist():
-                expected |= set(range(row * size // PAGE, (row * size + size - 1) // PAGE + 1))
-            assert pages(trained, lo, hi, size, PAGE) == len(expected)
-    assert pages(trained, 0, 9000, 0, HUGE) == 0
+                expected |= set(range(row * size // page, (row * size + size - 1) // page + 1))
+            assert pages(trained, lo, hi, size, page) == len(expected)
+    assert pages(trained, 0, 9000, 0, page) == 0
+
+
+@pytest.mark.parametrize(
+    "page, huge, enabled, store_page, metadata_page",
+    [
+        (4096, 2 << 20, "always madvise [never]", 4096, 4096),
+        (4096, 2 << 20, "always [madvise] never", 4096, 2 << 20),
+        (4096, 2 << 20, "[always] madvise never", 2 << 20, 2 << 20),
+        (65536, 2 << 20, None, 65536, 65536),
+        (65536, 512 << 20, "always [madvise] never", 65536, 512 << 20),
+        (65536, 512 << 20, "[always] madvise never", 512 << 20, 512 << 20),
+    ],
+)
+def test_pages_are_as_large_as_the_machine_has_them(
+    page: int, huge: int, enabled: str | None, store_page: int, metadata_page: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """aarch64 has kernels with pages of 64 KiB; a table smaller than a page takes no more than the table."""
+    monkeypatch.setattr("mmap.PAGESIZE", page)
+    monkeypatch.setattr(memory_parts, "HUGE_PAGES", tmp_path)
+    if enabled is not None:
+        (tmp_path / "enabled").write_text(enabled + "\n", encoding="utf-8")
+        (tmp_path / "hpage_pmd_size").write_text(f"{huge}\n", encoding="utf-8")
+    rows = 1 << 20
+    trained = np.zeros(rows // 8, np.uint8)
+    trained[0] = 1  # row 0
+    layout = Layout([rows], weight_bytes=64, state_bytes=4, slots=100, resident=False, in_file=False)
+    (table,) = tables_of(layout, Use(1, True, trained, 1, 1), ["c1"])
+    assert table["store_bytes"] == min(store_page, 64 * rows) + min(store_page, 4 * rows)
+    assert table["metadata_bytes"] == rows // 4 + min(metadata_page, 8 * rows) + min(metadata_page, 4 * rows)
 
 
 def test_used_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
