@@ -105,12 +105,6 @@ def parts_of(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:
     return parts
 
 
-def parts_when_full(config: TrainConfig, layout: Layout) -> dict[str, int]:
-    """The parts of small tables of which everything is used."""
-    trained = np.full(-(-layout.total_rows // 8), 255, np.uint8)
-    return parts_of(config, layout, Use(1, True, trained, layout.total_rows, 0))
-
-
 def tables_of(layout: Layout, use: Use, features: list[str]) -> list[dict[str, Any]]:
     """Of each table: name, rows, store_bytes, metadata_bytes."""
     bases = np.cumsum([0, *layout.rows]).tolist()

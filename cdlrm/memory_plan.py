@@ -7,9 +7,9 @@ Two things are added up.
   that some batch uses count.  So the ids of one epoch's batches are read (at most COUNTED_BATCHES) and marked, one bit
   a row (`memory_use`).
 * What does not is measured (`memory_rehearsal`): a rehearsal trains some batches, and evaluates some, of the same data
-  with the same settings on tables cut to SMALL_ROWS rows, in this process, and its peak is taken.  That is the
-  interpreter with its libraries, the window of batches read ahead, plans, the MLPs with their gradients, activations,
-  and threads.
+  with the same settings on small tables, in this process; what its peak has beside what is computed for those is taken.
+  That is the interpreter with its libraries, the window of batches read ahead, plans, the MLPs with their gradients,
+  activations, and threads.
 
 On a GPU the same is done with its memory and with the host memory that is pinned for it: see `driver/foretell.py`.
 
@@ -27,18 +27,18 @@ from .assemble import TABLE_OPTIMIZERS
 from .config import TrainConfig
 from .datasets import Datasets, open_datasets
 from .driver.foretell import Need
-from .memory_parts import Layout, layout_of, parts_of, parts_when_full, tables_of
+from .memory_parts import Layout, layout_of, parts_of, tables_of
 from .memory_rehearsal import (
-    SMALL_ROWS,
     TEST_BATCHES,
     Cut,
     Peak,
+    cut,
     horizon_of,
     rehearse,
-    rehearsed_slots,
+    rehearsed_batches,
     start_seconds,
 )
-from .memory_use import REHEARSED_BATCHES, Use, count
+from .memory_use import Use, count
 
 AUC_BYTES = 100  # a test sample, while the area under the curve is computed (measured)
 
@@ -52,17 +52,20 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     notes: list[str] = []
     data = open_datasets(config, notes)
     layout = layout_of(config, data.table_rows)
-    small = layout_of(config, [min(rows, SMALL_ROWS) for rows in data.table_rows])
+    small = cut(layout)
     use = count(open_datasets(config, []).train, data.table_rows, config.checkpoint_every)
-    peak = rehearse(dataclasses.replace(config, horizon=horizon_of(config, layout)), data, small)
+    rehearsal = dataclasses.replace(config, horizon=horizon_of(config, layout))
+    peak = rehearse(rehearsal, data, small)
+    source = Cut(open_datasets(config, []).train, small.rows, rehearsed_batches(rehearsal))
+    used = count(source, small.rows, config.checkpoint_every)  # type: ignore[arg-type]
     apart = None
     if peak.driver is not None:
         for each in (layout, small):
             each.apart, each.pinned = True, peak.driver.pins_tables and not each.in_file
-        apart = _on_device(config, data, peak, layout, small, use)
+        apart = _on_device(config, data, peak, layout, small, use, used)
     everything = dataclasses.replace(use, trained=np.full(-(-layout.total_rows // 8), 255, np.uint8))
     parts = parts_of(config, layout, use)
-    parts["data, MLPs and libraries"] = max(peak.host - sum(parts_when_full(config, small).values()), 0)
+    parts["data, MLPs and libraries"] = max(peak.host - sum(parts_of(config, small, used).values()), 0)
     if config.metrics and data.test is not None:
         beyond = (data.test.rows_total or 0) - TEST_BATCHES * data.test.batch_size
         parts["metrics"] = AUC_BYTES * max(beyond, 0)
@@ -99,17 +102,14 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
 
 
 def _on_device(
-    config: TrainConfig, data: Datasets, peak: Peak, layout: Layout, small: Layout, use: Use
+    config: TrainConfig, data: Datasets, peak: Peak, layout: Layout, small: Layout, use: Use, used: Use
 ) -> dict[str, Any]:
     """`device_parts`, `device_bytes`, `pinned_parts`, `pinned_bytes`: computed for these tables; what a rehearsal on
     small ones had besides its own is the rest."""
     assert peak.driver is not None
-    source = Cut(open_datasets(config, []).train, small.rows, REHEARSED_BATCHES)
-    ids = count(source, small.rows, config.checkpoint_every)  # type: ignore[arg-type]
-    small = dataclasses.replace(small, slots=rehearsed_slots(small))
     full = peak.driver.foretell(_need(config, data, layout, use, peak))
     cut = peak.driver.foretell(_need(
-        dataclasses.replace(config, resume=False), data, small, ids,
+        dataclasses.replace(config, resume=False), data, small, used,
         dataclasses.replace(peak, read_only=peak.read_only_cut),
     ))  # fmt: skip
     assert full is not None and cut is not None

@@ -1,4 +1,4 @@
-"""A rehearsal: some batches of a run, trained and evaluated on tables cut to SMALL_ROWS rows: for `--dry-run`.
+"""A rehearsal: some batches of a run, trained and evaluated on tables that are cut to SMALL_BYTES: for `--dry-run`.
 
 What does not grow with the tables is measured by it, and what start-up takes on a part of the tables.
 """
@@ -29,13 +29,14 @@ from .memory_parts import Layout
 from .memory_use import REHEARSED_BATCHES
 from .train import Trainer
 
-SMALL_ROWS = 512
+SMALL_BYTES, MOST_ROWS = 32 << 20, 1 << 16  # of all tables, of each
+SETTLING_BATCHES = 80  # behind a full window: the heap still grows by some 3 % until then
 TEST_BATCHES = 32
 START_ROWS, START_PINNED = 1 << 16, 64 << 20  # what start-up is measured on
 
 
 class Cut:
-    """A source whose ids are taken modulo SMALL_ROWS, so that small tables will do; at most `limit` batches."""
+    """A source whose ids are taken modulo `rows`, so that small tables will do; at most `limit` batches."""
 
     def __init__(self, source: Source, rows: list[int], limit: int) -> None:
         self._source, self._rows, self._limit = source, dict(zip(source.features, rows, strict=True)), limit
@@ -57,9 +58,19 @@ class Cut:
             yield batch
 
 
-def rehearsed_slots(small: Layout) -> int:
-    """Slots of the rehearsal's cache."""
-    return small.total_rows if small.resident else max(small.total_rows - 1, 1)
+def cut(layout: Layout) -> Layout:
+    """The tables of the rehearsal, as alike as possible: the same, where they are small."""
+    rows = MOST_ROWS
+    while rows > 512 and sum(min(rows, each) for each in layout.rows) * layout.record_bytes > SMALL_BYTES:
+        rows //= 2
+    small = dataclasses.replace(layout, rows=[min(rows, each) for each in layout.rows])
+    small.slots = small.total_rows if layout.resident else min(layout.slots, max(small.total_rows - 1, 1))
+    return small
+
+
+def rehearsed_batches(config: TrainConfig) -> int:
+    assert isinstance(config.horizon, int)
+    return min(config.horizon + config.prefetch_depth + SETTLING_BATCHES, REHEARSED_BATCHES)
 
 
 def horizon_of(config: TrainConfig, layout: Layout) -> int:
@@ -88,11 +99,9 @@ class Peak:
 
 def rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
     """Peak memory after training and evaluating some batches on small tables."""
-    assert isinstance(config.horizon, int)
-    steps = min(config.horizon + config.prefetch_depth + 16, REHEARSED_BATCHES)
     test = None if data.test is None else Cut(data.test, small.rows, TEST_BATCHES)
-    cut = Datasets(
-        Cut(data.train, small.rows, steps),  # type: ignore[arg-type]
+    some = Datasets(
+        Cut(data.train, small.rows, rehearsed_batches(config)),  # type: ignore[arg-type]
         test,  # type: ignore[arg-type]
         data.features, data.num_dense, small.rows,
     )  # fmt: skip
@@ -100,13 +109,13 @@ def rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
     with tempfile.TemporaryDirectory(prefix="cdlrm-dry-run-") as folder:
         settings = dataclasses.replace(
             config, nepochs=1, test_freq=None, resume=False, logdir=None,
-            cache_rows=rehearsed_slots(small),
+            cache_rows=small.slots,
             store=f"file:{Path(folder) / 'tables'}" if small.in_file else "ram",
             checkpoint_dir=str(Path(folder) / "kept") if config.checkpoint_dir else None, strict=False,
         )  # fmt: skip
         log.setLevel(logging.ERROR)  # the small cache may have to grow
         try:
-            with Trainer(settings, data=cut) as trainer:
+            with Trainer(settings, data=some) as trainer:
                 trainer.run()
                 driver = trainer.tables.groups[0].driver
                 most = driver.most_bytes()
