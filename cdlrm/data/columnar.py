@@ -168,6 +168,9 @@ class ColumnarSource(FileSource):
         file, index = self._blocks[block]
         with self._reading(file), self._readers.of(file, self._open_file) as reader:
             table = self._read(reader, index, names)
+        for name in names:
+            if name not in table.schema.names:
+                raise DataError(f"{file}: column '{name}' has gone since the start; leave the files as they are")
         self._rows[block] = table.num_rows
         return table
 

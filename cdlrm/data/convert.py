@@ -31,6 +31,7 @@ Progress = Callable[[str, int, int], None]
 """Called as progress(stage, done, of how many): blocks read, columns numbered, parts written."""
 VOCABULARY_ENDING = ".vocabulary"
 _PART_ROWS = 65536
+_LARGEST = np.nextafter(2.0**63, 0)  # float64 that is an int64: 2**63 - 1 itself has become 2**63 on the way
 
 
 @dataclass
@@ -163,7 +164,7 @@ def _table(source: FileSource, columns: Columns) -> pa.Table:
         values = columns.dense[:, d]
         gone = np.isnan(values)
         if pa.types.is_integer(kind):
-            values = np.where(gone, 0, values)
+            values = np.where(gone, 0, np.minimum(values, _LARGEST))
         arrays.append(pa.array(values.astype(kind.to_pandas_dtype()), kind, mask=gone))
     for f in range(len(source.features)):
         bags = columns.bags.get(f)

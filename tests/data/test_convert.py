@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -449,3 +450,12 @@ def test_numbering_takes_at_most_28_bytes_an_id_and_asks_for_room_first(monkeypa
     with pytest.raises(DataError, match="column 'c1' has more than .* distinct ids.* leave --vocabulary out") as info:
         Numbering("c1").number(np.arange(5000))
     assert "\n" not in str(info.value)
+
+
+def test_the_largest_integers_stay_large(tmp_path: Path) -> None:
+    table = pa.table({"label": [0, 1], "i1": [2**63 - 1, -(2**63)], "c1": [1, 2]})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    converted(tmp_path / "a.parquet", tmp_path / "out.parquet")
+    for name in ("a", "out"):
+        (batch,) = open_source(tmp_path / f"{name}.parquet", batch_size=2)
+        assert batch.dense[:, 0].tolist() == [pytest.approx(math.log(2**63)), 0.0], name

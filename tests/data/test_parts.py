@@ -151,3 +151,14 @@ def test_a_reader_is_used_by_one_thread_at_a_time() -> None:
     with readers.of("c", open_file) as reader:
         assert reader is not broken  # after an error it is opened anew
     assert len(readers._idle) == 2
+
+
+def test_a_column_that_has_gone_since_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table({"label": [0, 1], "c1": [1, 2], "c2": [3, 4]}), path)
+    source = open_source(path, batch_size=2)
+    source._readers._idle.clear()  # type: ignore[attr-defined]
+    path.unlink()
+    pa.parquet.write_table(pa.table({"label": [0, 1], "c1": [1, 2]}), path)
+    with pytest.raises(DataError, match="column 'c2' has gone since the start"):
+        list(source)
