@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +13,7 @@ import pyarrow as pa
 from cdlrm.data import kernels, wide
 from cdlrm.data.columns import Bags
 from cdlrm.data.hashing import MISSING_ID, MISSING_ROW, hash_rows, row_mask
+from cdlrm.data.pool import pooled
 from cdlrm.errors import DataError
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "label_values",
     "mapped_values",
     "number_type",
-    "pooled",
 ]
 
 _ALL = np.zeros(0, np.uint8)  # no mask: everything is there
@@ -163,31 +160,6 @@ def _as_known(array: pa.Array, ids: bool) -> pa.Array:
         return array
     wide = pa.types.is_floating(kind) or pa.types.is_uint64(kind)
     return array.cast(pa.float64() if wide else pa.int64(), safe=False)
-
-
-_spare: deque[memoryview] = deque(maxlen=128)
-
-
-def pooled(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """np.empty whose memory is used again when the array and all views of it have gone: fresh pages for every block
-    cost as much as the kernels, and Arrow's pool gives blocks of this size back."""
-    count = math.prod(shape)
-    size = count * np.dtype(dtype).itemsize
-    memory = None
-    for _ in range(len(_spare)):
-        try:
-            other = _spare.popleft()
-        except IndexError:  # another thread was faster
-            break
-        if size <= len(other) <= 2 * size:
-            memory = other
-            break
-        _spare.append(other)
-    if memory is None:
-        memory = np.empty(size, np.uint8).data
-    whole: np.ndarray = np.frombuffer(memory, dtype, count)
-    weakref.finalize(whole, _spare.append, memory).atexit = False
-    return whole.reshape(shape)
 
 
 def dense_values(columns: Sequence[Buffers], out: np.ndarray, bad: np.ndarray, missing: float | None) -> list[int]:

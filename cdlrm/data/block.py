@@ -15,6 +15,7 @@ import numpy as np
 
 from cdlrm.data import arrow
 from cdlrm.data.columns import Columns
+from cdlrm.data.pool import pooled
 
 if TYPE_CHECKING:
     from cdlrm.data.columnar import ColumnarSource
@@ -69,8 +70,8 @@ class Block:
         with self._lock:
             if self._columns is None:
                 self.bad = np.zeros(rows, np.uint8)
-                dense = arrow.pooled((rows, source.num_dense), np.float64 if source.raw else np.float32)
-                ids = arrow.pooled((len(source.sparse), rows), np.int64)
+                dense = pooled((rows, source.num_dense), np.float64 if source.raw else np.float32)
+                ids = pooled((len(source.sparse), rows), np.int64)
                 self._columns = Columns(dense, np.empty(rows, np.float32), ids)
             return self._columns
 

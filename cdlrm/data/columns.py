@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cdlrm.data.batch import Batch, Jagged
+from cdlrm.data.pool import pooled
 
 __all__ = ["Bags", "Columns"]
 
@@ -59,7 +60,11 @@ class Columns:
     def take(self, rows: np.ndarray) -> Columns:
         """Copies of the given rows, in that order."""
         bags = {f: b.take(rows) for f, b in self.bags.items()}
-        return Columns(self.dense[rows], self.labels[rows], np.take(self.ids, rows, axis=1), bags)
+        ids = np.empty((len(self.ids), len(rows)), np.int64)
+        for f in range(len(ids)):
+            if f not in bags:
+                np.take(self.ids[f], rows, out=ids[f])
+        return Columns(self.dense[rows], self.labels[rows], ids, bags)
 
     @staticmethod
     def concat(parts: Sequence[Columns]) -> Columns:
@@ -72,11 +77,17 @@ class Columns:
             for b in several[1:]:
                 ends.append(b.offsets[1:] + length)
                 length += len(b.values)
-            bags[f] = Bags(np.concatenate([b.values for b in several]), np.concatenate(ends))
+            values, offsets = pooled((length,), np.int64), pooled((sum(map(len, ends)),), np.int64)
+            np.concatenate([b.values for b in several], out=values)
+            bags[f] = Bags(values, np.concatenate(ends, out=offsets))
+        ids = pooled((len(parts[0].ids), sum(part.rows for part in parts)), np.int64)
+        for f in range(len(ids)):
+            if f not in bags:
+                np.concatenate([part.ids[f] for part in parts], out=ids[f])
         return Columns(
             np.concatenate([part.dense for part in parts]),
             np.concatenate([part.labels for part in parts]),
-            np.concatenate([part.ids for part in parts], axis=1),
+            ids,
             bags,
         )
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from cdlrm.data import arrow, open_source
+from cdlrm.data import open_source, pool
 from cdlrm.data.hashing import hash_rows
 from cdlrm.errors import DataError
 
@@ -87,17 +87,17 @@ def test_the_first_bad_row_of_a_later_tile_is_named(tmp_path: Path) -> None:
 
 def test_memory_of_a_block_is_used_again_and_never_while_a_view_lives() -> None:
     gc.collect()  # what other tests left
-    arrow._spare.clear()
-    first = arrow.pooled((3, 1000), np.int64)
+    pool._spare.clear()
+    first = pool.pooled((3, 1000), np.int64)
     at = first.__array_interface__["data"][0]
     view = first[1, 10:20]
     del first
     gc.collect()
-    assert not arrow._spare
-    other = arrow.pooled((3, 1000), np.int64)
+    assert not any(pool._spare.values())
+    other = pool.pooled((3, 1000), np.int64)
     assert other.__array_interface__["data"][0] != at
     del view
-    again = arrow.pooled((3, 900), np.int64)
+    again = pool.pooled((3, 950), np.int64)
     assert again.__array_interface__["data"][0] == at
-    assert again.shape == (3, 900) and again.dtype == np.int64
-    assert arrow.pooled((2, 2), np.float32).nbytes == 16  # nothing that large for so little
+    assert again.shape == (3, 950) and again.dtype == np.int64
+    assert pool.pooled((2, 2), np.float32).nbytes == 16  # nothing that large for so little
