@@ -67,8 +67,8 @@ class Model:
 def chunk(model: Model, source: Iterator[Any], steps: int) -> float:
     """Seconds a step, fetching the batch included."""
     begun = time.perf_counter()
-    for batch in itertools.islice(source, steps):
-        model.step(batch)
+    for _ in range(steps):  # not `islice`, whose iter() would start the look-ahead anew
+        model.step(next(source))
     return (time.perf_counter() - begun) / steps
 
 
