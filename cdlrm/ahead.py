@@ -71,9 +71,9 @@ def embedding_modules(modules: nn.Module | Iterable[nn.Module]) -> list[Any]:
 class Lookahead:
     """Iterator over the loader's batches; see `lookahead`.  Also a context manager.
 
-    Iterating again starts a new pass (epoch), and so does whatever calls `iter()`, such as `itertools.islice`: to take a
-    few batches at a time, call `next()`.  `close` may be called at any time, and is called at the
-    end of a pass and when the object is no longer referenced.
+    Iterating again starts a new pass (epoch), and so does whatever calls `iter()`, such as `itertools.islice`: to
+    take a few batches at a time, call `next()`.  `close` may be called at any time, and is called at the end of a pass
+    and when the object is no longer referenced.
     """
 
     def __init__(
