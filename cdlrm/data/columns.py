@@ -20,10 +20,6 @@ class Bags:
     values: np.ndarray
     offsets: np.ndarray
 
-    def slice(self, lo: int, hi: int) -> Bags:
-        offsets = self.offsets[lo : hi + 1]
-        return Bags(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
-
     def take(self, rows: np.ndarray) -> Bags:
         lengths = np.diff(self.offsets)[rows]
         offsets = _offsets(lengths)
@@ -53,8 +49,14 @@ class Columns:
         return self.bags.get(feature) or Bags(self.ids[feature], np.arange(self.rows + 1))
 
     def slice(self, lo: int, hi: int) -> Columns:
-        """Rows lo..hi-1 as views."""
-        bags = {f: b.slice(lo, hi) for f, b in self.bags.items()}
+        """Rows lo..hi-1, as views but for the offsets of bags."""
+        bags = {}
+        if self.bags:  # all offsets at once: a few calls for each feature would cost more than the values
+            offsets = np.concatenate([b.offsets[lo : hi + 1] for b in self.bags.values()]).reshape(len(self.bags), -1)
+            first, last = offsets[:, 0].copy(), offsets[:, -1].tolist()
+            offsets -= first[:, None]
+            for (f, b), start, end, mine in zip(self.bags.items(), first.tolist(), last, offsets, strict=True):
+                bags[f] = Bags(b.values[start:end], mine)
         return Columns(self.dense[lo:hi], self.labels[lo:hi], self.ids[:, lo:hi], bags)
 
     def take(self, rows: np.ndarray) -> Columns:
