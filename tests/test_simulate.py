@@ -29,6 +29,12 @@ from cdlrm.simulate.uses import Uses
 SMALL = ["--synthetic-rows", "3000-500-7-10000-2", "--mini-batch-size", "256", "--no-progress"]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the trainer would go on with a shorter window, which moves other rows."""
+    monkeypatch.setattr("cdlrm.runtime.PATIENCE_SECONDS", 60.0)
+
+
 class Given(Trace):
     """A trace from memory."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CacheTooSmallError, ConfigError
+from ..machine import cores
 from . import kernels as k
 from .plan import Plan
 from .shard import Shard
@@ -81,8 +82,7 @@ class Planner:
         self.num_rows = num_rows
         self.prefetch_depth = prefetch_depth
         self.strict = strict
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads = min(shards, threads or cores)
+        self.threads = min(shards, threads or cores())
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
         self._meta = np.zeros(2 * num_rows, np.int32)

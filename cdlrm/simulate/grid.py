@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from ..config import TrainConfig
 from ..errors import ConfigError, DataError
 from ..interrupt import interrupt_later
+from ..machine import cores
 from . import policies
 from .auto import AutoWindow
 from .caches import Cache, LookAheadCache, LruCurve, MinCache
@@ -168,7 +168,7 @@ def simulate_caches(
     windows = [cache.window for cache in caches if isinstance(cache, LookAheadCache) and cache.window is not None]
     uses = Uses(trace.table_rows, horizon, depth, shards, windows)
     interrupted = False
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="cdlrm-simulate") as pool:
+    with ThreadPoolExecutor(workers or cores(), thread_name_prefix="cdlrm-simulate") as pool:
         running = _Running(pool, progress)
         try:
             for batch in trace:
