@@ -1,25 +1,19 @@
-"""Notice what a module cannot see by itself: gradient accumulation, and a GradScaler that it was not given.
+"""Notice what a module that updates in the backward pass cannot see by itself: gradient accumulation.
 
 With `update="backward"` every backward pass is an update, and a loop that accumulates k micro-batches before its
 optimizer's step would get k updates instead of one.  torch tells when any optimizer steps, so this is known about a
-forward call: since the last step the module has been updated, and parameters of optimizers that have stepped hold
+forward call: since an optimizer's last step the module has been updated, and parameters of that optimizer hold
 gradients that are not zero.  If the backward of that call then finds that it has just added to one of them, it is
 accumulation, and it is refused before it updates anything.  Loops that only leave out a step (zero_grad comes between)
 or have no optimizer beside ours do not add to such a gradient.
 
 Before any optimizer has stepped nothing is known, so the first round of an accumulating loop goes through: its step is
 told in the log, and the second round is refused.
-
-A GradScaler is found on the stack when it steps an optimizer.  It concerns the modules of the newest backward pass,
-unless optimizers have stepped after theirs without one, or no loss of theirs was multiplied by a constant, as a
-GradScaler does.  A module that is trained without any optimizer, by such a loss (or on a GPU, where that is not seen),
-beside another model that has a GradScaler, can be given one that is disabled; the refusal says so.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from typing import Any
 
@@ -28,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import UsageError
+from .gradient import refuse_replaced
 
 log = logging.getLogger("cdlrm")
 
@@ -37,8 +32,6 @@ Earlier = list[tuple["weakref.ref[Tensor]", Tensor, int]]
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hooked: list[Any] = []
-_newest = [-1]  # the newest backward pass that came to a module
-_FRAMES = 8  # so far up GradScaler.step and torch.autograd.backward are looked for
 
 
 def watch(module: Any) -> None:
@@ -50,11 +43,11 @@ def watch(module: Any) -> None:
 
 def earlier_gradients(module: Any) -> Earlier:
     """At a training forward: the gradients that its backward must not add to; mostly there are none."""
-    known = module.updates_known
-    if known is None or module.several_updates_a_step or module.updates_made() == known:
+    if module.several_updates_a_step:
         return []
+    made, known = module.updates_made(), module.updates_known
     found: Earlier = []
-    for optimizer in list(_stepped):
+    for optimizer in [each for each in _stepped if known.get(each, made) != made]:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             grad = parameter.grad
             if type(grad) is Tensor and grad.layout == torch.strided:
@@ -66,9 +59,6 @@ def earlier_gradients(module: Any) -> Earlier:
 
 def refuse_accumulation(module: Any, earlier: Earlier) -> None:
     """In the backward of that forward, before rows are updated: UsageError if it adds to what was there."""
-    module.backward_pass = _newest[0] = torch._C._current_graph_task_id()
-    if module.grad_scaler is None and not (module.stepped_without_scaler or module.loss_may_be_scaled):
-        module.loss_may_be_scaled = not _surely_unscaled()
     for reference, grad, version in earlier:
         parameter = reference()
         # More than one change: it was zeroed in place in between.
@@ -86,21 +76,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if getattr(optimizer, "of_tables", False):
         return
     _stepped.add(optimizer)
-    scaler = _scaler_of_step()
     for module in list(_watched):
-        made, known = module.updates_made(), module.updates_known
-        module.updates_known = made
-        fresh = made - (known or 0)
-        if fresh or module.gradients_wait():
-            if scaler is None:
-                module.stepped_without_scaler = True
-            elif module.backward_pass == _newest[0] and _unaware(module):
-                raise UsageError(
-                    f"a GradScaler is in use, but {type(module).__name__} was not given it, so its rows have seen "
-                    f"scaled gradients, unless it scales the loss of another model only, which cannot be told apart "
-                    f"here; set module.grad_scaler = scaler before the first step, or, if this module's loss is not "
-                    f"scaled, module.grad_scaler = torch.amp.GradScaler(enabled=False)."
-                )
+        made = module.updates_made()
+        fresh = made - module.updates_known.get(optimizer, max(module.updates_known.values(), default=0))
+        module.updates_known[optimizer] = made
+        if fresh and any(p is module.anchor for group in optimizer.param_groups for p in group["params"]):
+            refuse_replaced(module.anchor)
         if fresh > 1 and not (module.told_accumulation or module.several_updates_a_step) and _added(optimizer, fresh):
             module.told_accumulation = True
             log.warning(
@@ -115,50 +96,3 @@ def _added(optimizer: torch.optim.Optimizer, times: int) -> bool:
     """Whether a gradient of the optimizer was changed in place as often as that many backward passes do."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return any(p.grad is not None and p.grad._version >= times - 1 for p in parameters)
-
-
-def _scaler_of_step() -> Any:
-    """The GradScaler whose `step` has called the optimizer's, if there is one and it scales."""
-    frame, left = sys._getframe(2), _FRAMES
-    while frame is not None and left:
-        if frame.f_code.co_name in ("step", "_maybe_opt_step"):
-            found = frame.f_locals.get("self")
-            if isinstance(found, torch.amp.GradScaler):
-                return found if found.is_enabled() and found.get_scale() != 1.0 else None
-        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
-    return None
-
-
-def _surely_unscaled() -> bool:
-    """In a module's backward: whether nothing in the graph of the running pass multiplies by a constant, as
-    `GradScaler.scale` does.  False also where that is not seen: on a thread of autograd's own, in compiled code."""
-    frame, left = sys._getframe(2), 2 * _FRAMES
-    while frame is not None and left:
-        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.autograd":
-            break
-        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
-    else:
-        return False
-    if frame.f_locals["grad_tensors"] not in (None, (None,)):
-        return False
-    waiting = [getattr(root, "grad_fn", None) for root in frame.f_locals["tensors"]]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node.name().startswith("Compiled"):
-            return False
-        after = [each for each, _ in node.next_functions]
-        if None in after and node.name().startswith("Mul"):
-            return False
-        fresh = {each for each in after if each is not None} - seen
-        seen |= fresh
-        waiting += fresh
-    return True
-
-
-def _unaware(module: Any) -> bool:
-    if module.grad_scaler is not None or module.stepped_without_scaler or not module.loss_may_be_scaled:
-        return False
-    return (
-        not module.gradients_wait() or module.gradient_scale() == 1.0
-    )  # else the anchor was unscaled, and so are they

@@ -19,6 +19,7 @@ from .driver.base import Verdict
 from .errors import NonFiniteGradientError, UsageError
 from .group import Group
 from .lookups import Lookups
+from .scaling import refuse_unknown_scaler
 from .step import Call
 
 
@@ -91,6 +92,7 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_unknown_scaler(ctx.module)
         refuse_accumulation(ctx.module, ctx.earlier)
         dims = sorted({each.group.dim for each in ctx.parts})
         by_dim = dict(zip(dims, grads, strict=True))

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _APPLIED = (
-    "the rows of cdlrm tables were updated in the backward pass, so their gradients cannot be clipped any more; make "
-    'the module with update="step" and call its optimizer.step() after clipping, or clip the dense parameters only.'
+    "the rows of cdlrm tables were updated in the backward pass, so their gradients cannot be clipped or changed any "
+    'more; make the module with update="step" and call its optimizer.step() after clipping, or clip the dense '
+    "parameters only."
 )
 _NO_ROWS = (
-    "the parameters of a cdlrm optimizer are no rows, so there is nothing to clip in them; clip model.parameters() of "
-    'a model whose modules were made with update="step".'
+    "the parameters of a cdlrm optimizer are no rows, so there is nothing to clip or change in them; clip "
+    'model.parameters() of a model whose modules were made with update="step".'
 )
 
 
@@ -38,8 +39,8 @@ class AppliedGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         mine = _among(args, AppliedGradient)
-        scaled = name in ("mul_", "div_", "__imul__", "__itruediv__")  # no optimizer of torch's does
-        if (mine and scaled) or any(word in name for word in ("norm", "clamp", "clip")):
+        changed = _in_place(name) and name not in _NO_CHANGE  # no optimizer of torch's does
+        if (mine and changed) or any(word in name for word in ("norm", "clamp", "clip")):
             raise UsageError(mine[0].sentence if mine else _APPLIED)
         if name == _UNSCALE and not all(gradient.scaler_known for gradient in mine):
             raise UsageError(
@@ -77,6 +78,13 @@ def applied_gradient(verdict: Verdict | None, scaler_known: bool, like: Tensor, 
     if of_optimizer:
         out.sentence = _NO_ROWS
     return out
+
+
+def refuse_replaced(anchor: Tensor) -> None:
+    """At an optimizer's step after an update in the backward pass: UsageError if `p.grad = p.grad / 2` or the like was
+    done with an anchor's gradient, since the rows have not seen it."""
+    if anchor.grad is not None and not isinstance(anchor.grad, AppliedGradient):
+        raise UsageError(f"the gradient of a cdlrm module's anchor was replaced, but {_APPLIED}")
 
 
 def tell_scaler(group: Group) -> None:
@@ -121,13 +129,16 @@ class WaitingGradient(Tensor):
             return _as_theirs(name, out, mine)
 
 
-_SCALING = ("mul_", "div_", "zero_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_", "__imul__", "__itruediv__",
-            "requires_grad_", "detach_", _UNSCALE)  # fmt: skip
+_NO_CHANGE = ("zero_", "_foreach_zero_", "requires_grad_", "detach_", _UNSCALE)
+_SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "__imul__", "__itruediv__", *_NO_CHANGE)
+
+
+def _in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem"))
 
 
 def _not_passed_on(name: str) -> bool:
-    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem"))
-    return in_place and name not in _SCALING
+    return _in_place(name) and name not in _SCALING
 
 
 def waiting_gradient(norm: float, unscaled: bool, like: Tensor) -> WaitingGradient:

@@ -18,18 +18,19 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .accumulation import watch
+from . import accumulation, scaling
 from .ahead import Lookahead, lookahead
 from .autograd import GroupCall, pooled_lookup
 from .driver.base import Verdict
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
-from .gradient import WaitingGradient, applied_gradient, waiting_gradient
+from .gradient import applied_gradient, waiting_gradient
 from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten, take_copies
 from .machine import available_bytes
@@ -68,12 +69,10 @@ class CachedModule(nn.Module):
         self.notes: list[str] = []  # what was chosen automatically, and why
         self.output_dtype = torch.float32
         self.grad_scaler: Any = None
-        self.updates_known: int | None = None  # see `accumulation.py`
+        self.updates_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # see `accumulation.py`
         self.told_accumulation = False
         self.several_updates_a_step = False
-        self.backward_pass = -1
-        self.stepped_without_scaler = False
-        self.loss_may_be_scaled = False
+        self.newest_pass = 0  # see `scaling.py`
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step
         self._slots: dict[Group, list[FeatureSlot]] = {}
         self._widths: dict[Group, int] = {}
@@ -86,7 +85,8 @@ class CachedModule(nn.Module):
         self.groups = list(slots)
         self.anchor.data = self.anchor.data.to(self.device)
         self.notes += self.groups[0].driver.notes()
-        watch(self)
+        accumulation.watch(self)
+        scaling.watch(self)
         self._slots, self._widths, self._keys, self.optimizer = slots, widths, keys, optimizer
 
     # --- lookups ---
@@ -145,10 +145,6 @@ class CachedModule(nn.Module):
     def updates_made(self) -> int:
         """Updates in the backward pass so far (0 with `update="step"`)."""
         return max(group.updates.number if group.deferred is None else 0 for group in self.groups)
-
-    def gradients_wait(self) -> bool:
-        """Whether row gradients wait for the optimizer's step (`update="step"`)."""
-        return self._norm != 0.0 and type(self.anchor.grad) is WaitingGradient
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's

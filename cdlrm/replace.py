@@ -151,10 +151,21 @@ def _obstacle(model: nn.Module, module: Any) -> str:
             f"its rows are {module.weight.dtype} on {module.weight.device}, and only float32 on the CPU or an NVIDIA "
             "GPU can be trained"
         )
+    lo, hi = _memory(module.weight)
     for other in model.modules():
-        if other is not module and any(p is module.weight for p in other.parameters(recurse=False)):
-            return f"its weight is shared with a {type(other).__name__}, which needs it as one tensor"
+        for tensor in (*other.parameters(recurse=False), *other.buffers(recurse=False)):
+            start, end = _memory(tensor)
+            if other is not module and max(lo, start) < min(hi, end):  # one parameter, or tied by `.data`
+                return f"its weight is shared with a {type(other).__name__}, which needs it as one tensor"
     return ""
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """From which address to which a tensor lies in memory ((0, 0): nowhere)."""
+    if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.is_meta:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _home(found: Mapping[str, Any]) -> torch.device:

@@ -38,7 +38,7 @@ class Call:
         """Raise UsageError unless a gradient may come now."""
         if self.number in self.step.used:
             raise UsageError(
-                "second backward through the same embedding lookup: its update has been applied in the first one; "
+                "second backward through the same embedding lookup: its gradient has been taken in the first one; "
                 "run the forward again, or add the losses and call backward once."
             )
         if self.number < self.step.sealed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -212,6 +213,8 @@ def test_other_ways_to_clip_are_refused() -> None:
                                   lambda p: [each.grad.data.clamp_(-0.1, 0.1) for each in p],
                                   lambda p: [each.grad.data.norm() for each in p],
                                   lambda p: [each.grad.mul_(0.5) for each in p],
+                                  lambda p: [each.grad.add_(torch.randn_like(each.grad)) for each in p],
+                                  lambda p: [each.grad.copy_(each.grad) for each in p],
                                   lambda p: [each.grad.data.div_(2) for each in p]])  # fmt: skip
 def test_clipping_after_updates_in_the_backward_pass_is_refused(clip: Any) -> None:
     ours, _ = pair(update="backward")
@@ -219,6 +222,31 @@ def test_clipping_after_updates_in_the_backward_pass_is_refused(clip: Any) -> No
     with pytest.raises(UsageError, match='update="step"'):
         clip(ours.model.parameters())
     clip_grad_norm_(ours.model.dense.parameters(), 0.1)
+
+
+def test_gradients_replaced_after_updates_in_the_backward_pass_are_refused() -> None:
+    ours, _ = pair(update="backward")
+    every = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    for scale in (None, 0.5):
+        ours.model(batches(1)[0]).sum().backward()
+        for each in ours.model.parameters():
+            each.grad = each.grad if scale is None else each.grad * scale
+        with pytest.raises(UsageError, match="was replaced") if scale else contextlib.nullcontext():
+            every.step()
+        every.zero_grad()
+        every.step()  # nothing came since
+
+
+def test_a_gradient_replaced_before_the_step_counts_for_the_rows() -> None:
+    ours, theirs = pair(update="step")
+    for trainer in (ours, theirs):
+        for ids in batches(5):
+            trainer.model(ids).square().mean().backward()
+            for each in trainer.model.parameters():
+                each.grad = each.grad * 0.5
+            trainer.step()
+            trainer.zero_grad()
+    same(ours, theirs)
 
 
 @pytest.mark.parametrize("look", [False, True])
@@ -406,89 +434,137 @@ def test_non_finite_gradients_without_a_scaler() -> None:
         assert not torch.equal(skipping.weight, before)
 
 
-def test_a_scaler_that_the_module_does_not_know_is_refused() -> None:
-    """Its rows would be updated with gradients that are 64 times too large."""
-    for held in (True, False):
-        ours, _ = pair(update="backward")
-        if held:
-            ours.dense = torch.optim.SGD(ours.model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaler.scale(ours.model(batches(1)[0]).sum()).backward()
-        with pytest.raises(UsageError, match="grad_scaler = scaler"):
-            for each in ours.all:
-                scaler.step(each)
-
-
 @pytest.mark.parametrize("update", ["backward", "step"])
-def test_a_scaler_is_noticed_in_the_first_step_of_an_optimizer_without_the_anchor(update: str) -> None:
+@pytest.mark.parametrize("given", ["none", "another"])
+def test_a_scaler_that_the_module_does_not_know_is_refused(update: str, given: str) -> None:
+    """Its rows would be updated with gradients that are 64 times too large."""
     ours, _ = pair(update=update)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    scaler.scale(ours.model(batches(1)[0]).sum()).backward()
-    with pytest.raises(UsageError, match="grad_scaler = scaler"):
-        scaler.step(ours.dense)
-    ours, _ = pair(update=update)
-    for module in (ours.model.bag, ours.model.table):
+    modules = (ours.model.bag, ours.model.table)
+    if given == "another":
+        for module in modules:
+            module.grad_scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = [module.weight.clone() for module in modules]
+    with pytest.raises(UsageError, match=r"(?s)nothing was updated.*grad_scaler = scaler"):
+        scaler.scale(ours.model(batches(1)[0]).sum()).backward()
+    for module, weight in zip(modules, before, strict=True):
+        close(module.weight, weight)
         module.grad_scaler = scaler
-    scaler.scale(ours.model(batches(1)[0]).sum()).backward()
-    scaler.step(ours.dense)
+    for ids in batches(3):
+        scaler.scale(ours.model(ids).sum()).backward()
+        for each in ours.all:
+            scaler.step(each)
+        scaler.update()
+        ours.zero_grad()
 
 
-def test_the_scaler_of_another_model_is_no_concern() -> None:
-    trained, alone = pair(update="backward")[0], pair(update="backward")[0]
-    trained.model(batches(1)[0]).sum().backward()
-    trained.step()
-    trained.model(batches(1)[0]).sum().backward()
-    other = nn.Linear(2, 1)
-    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=64.0), torch.optim.SGD(other.parameters(), lr=0.1)
-    scaler.scale(other(torch.ones(1, 2)).sum()).backward()
-    scaler.step(optimizer)
-    for module in (alone.model.bag, alone.model.table):
-        module.grad_scaler = torch.amp.GradScaler("cpu", enabled=False)
-    alone.model(batches(1)[0]).sum().backward()
-    scaler.update()
-    scaler.scale(other(torch.ones(1, 2)).sum()).backward()
-    scaler.step(optimizer)
-
-
-SCALER_LOSSES: dict[str, tuple[bool, Callable[[Tensor, Any], Tensor]]] = {
-    "of rows alone": (True, lambda out, scaler: (out * out).sum(1).mean()),
-    "scaled": (False, lambda out, scaler: scaler.scale(out.square().mean())),
-    "scaled by sample": (False, lambda out, scaler: scaler.scale(out.square().sum(1)).mean()),
-    "scaled, in a sum": (False, lambda out, scaler: scaler.scale(out.sum()) / 2 + scaler.scale(out.mean())),
-    "that may be scaled": (False, lambda out, scaler: 0.5 * out.mean()),
+SCALED: dict[str, Callable[[Tensor, Any], Any]] = {
+    "scaled": lambda out, scaler: scaler.scale(out.square().mean()),
+    "scaled by sample": lambda out, scaler: scaler.scale(out.square().sum(1)).mean(),
+    "scaled, in a sum": lambda out, scaler: scaler.scale(out.sum()) / 2 + scaler.scale(out.mean()),
+    "one of a list": lambda out, scaler: sum(scaler.scale([out.sum(), out.mean()])),
+    "a lazy one": lambda out, scaler: sum(scaler.scale(each for each in (out.sum(), out.mean()))),
+}
+UNSCALED: dict[str, Callable[[Tensor], Tensor]] = {
+    "of rows alone": lambda out: (out * out).sum(1).mean(),
+    "times a constant": lambda out: 0.5 * out.mean(),
+    "weighted": lambda out: (out * torch.full((2,), 64.0)).sum(),
 }
 
 
-@pytest.mark.parametrize("rows_first", [False, True])
-@pytest.mark.parametrize("name", SCALER_LOSSES)
-def test_rows_alone_beside_another_models_scaler(name: str, rows_first: bool) -> None:
-    """No optimizer ever steps for the module; whether its loss was scaled is seen in the graph, or else asked for."""
-    accepted, loss = SCALER_LOSSES[name]
-    bag, other = cdlrm.EmbeddingBag(9, 2, mode="sum", optimizer=cdlrm.SGD(lr=0.1)), nn.Linear(2, 1)
-    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=64.0), torch.optim.SGD(other.parameters(), lr=0.1)
+class BesideAnother:
+    """A module that is trained without any optimizer, and other models with optimizers and a GradScaler."""
 
-    def train() -> None:
-        for _ in range(2):
-            if rows_first:
-                loss(bag(torch.tensor([[1, 2], [3, 1]])), scaler).backward()
-            scaler.scale(other(torch.ones(1, 2)).sum()).backward()
-            scaler.step(optimizer)
-            if not rows_first:
-                loss(bag(torch.tensor([[1, 2], [3, 1]])), scaler).backward()
-            scaler.update()
-            optimizer.zero_grad()
+    def __init__(self, update: str) -> None:
+        self.bag = cdlrm.EmbeddingBag(9, 2, mode="sum", optimizer=cdlrm.SGD(lr=0.1), update=update)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        self.models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
 
-    if accepted:
-        train()
-        with pytest.raises(UsageError, match="was not given it"):  # its loss is scaled from now on
-            bag(torch.tensor([[1, 2]])).sum().backward(torch.tensor(64.0))
-            scaler.scale(other(torch.ones(1, 2)).sum()).backward()
-            scaler.step(optimizer)
-        return
+    def rows(self) -> Tensor:
+        return self.bag(torch.tensor([[1, 2], [3, 1]]))
+
+    def scaled_step(self) -> None:
+        self.scaler.scale(self.models[0](torch.ones(1, 2)).sum()).backward()
+        self.scaler.step(self.optimizers[0])
+        self.scaler.update()
+
+    def unscaled_step(self) -> None:
+        self.models[1](torch.ones(1, 2)).sum().backward()
+        self.optimizers[1].step()
+
+
+@pytest.mark.parametrize("before", ["nothing", "scaled steps", "unscaled steps", "own unscaled steps"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scaled_loss_is_noticed_whatever_stepped_before(name: str, update: str, before: str) -> None:
+    loop = BesideAnother(update)
+    for _ in range(2):
+        if before == "own unscaled steps":
+            loop.rows().sum().backward()
+            loop.bag.optimizer.step()
+        if before != "nothing":
+            loop.unscaled_step()
+        if before == "scaled steps":
+            loop.scaled_step()
+    weight = loop.bag.weight.clone()
+    with pytest.raises(UsageError, match="a GradScaler has scaled this loss"):
+        SCALED[name](loop.rows(), loop.scaler).backward()
+    close(loop.bag.weight, weight)
+    loop.bag.grad_scaler = loop.scaler
+    SCALED[name](loop.rows(), loop.scaler).backward()
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("name", UNSCALED)
+def test_the_scaler_of_another_model_is_no_concern(name: str, update: str) -> None:
+    loop = BesideAnother(update)
+    for first in (True, False, True):
+        for rows in (first, not first):
+            if rows:
+                UNSCALED[name](loop.rows()).backward()
+                loop.bag.optimizer.step()
+            else:
+                loop.scaled_step()
+    try:  # a pass with a mark that fails does not count for the next
+        (loop.scaler.scale(loop.rows().sum())).backward()
+    except UsageError:
+        UNSCALED[name](loop.rows()).backward()
+
+
+def test_a_scaled_pass_around_another_is_noticed() -> None:
+    """Reentrant checkpointing runs a backward pass of its own inside."""
+    loop = BesideAnother("backward")
+    scaled = torch.utils.checkpoint.checkpoint(
+        lambda x: loop.rows() * x, torch.ones(2, requires_grad=True), use_reentrant=True
+    )
+    with pytest.raises(UsageError, match="a GradScaler has scaled this loss"):
+        loop.scaler.scale(scaled.sum()).backward()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loss_scaled_by_hand_is_noticed_when_the_scaler_steps(own: bool) -> None:
+    loop = BesideAnother("backward")
+    loop.scaler.scale(torch.ones(()))  # it has a scale from now on
+    if own:
+        (loop.rows().sum() * loop.scaler.get_scale()).backward()
+    else:
+        loop.rows().sum().backward()
+    (loop.models[0](torch.ones(1, 2)).sum() * loop.scaler.get_scale()).backward()
     with pytest.raises(UsageError, match=r"cannot be told apart.*torch\.amp\.GradScaler\(enabled=False\)"):
-        train()
-    bag.grad_scaler = torch.amp.GradScaler(enabled=False)  # what the sentence says
-    train()
+        loop.scaler.step(loop.optimizers[0])
+    loop.bag.grad_scaler = torch.amp.GradScaler(enabled=False)  # what the sentence says
+    for _ in range(2):
+        loop.rows().sum().backward()
+        (loop.models[0](torch.ones(1, 2)).sum() * loop.scaler.get_scale()).backward()
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+
+
+def test_a_module_that_says_it_is_not_scaled_may_share_a_pass() -> None:
+    loop = BesideAnother("backward")
+    loop.bag.grad_scaler = torch.amp.GradScaler(enabled=False)
+    (loop.scaler.scale(loop.models[0](torch.ones(1, 2)).sum()) + loop.rows().sum()).backward()
 
 
 def test_clipping_the_optimizers_parameters_is_refused() -> None:
@@ -517,3 +593,19 @@ def test_accumulating_with_updates_in_the_backward_pass_is_refused(look: bool, z
     with pytest.raises(UsageError, match="gradients are accumulated"):
         looping(3, zero, look)
     looping(1, zero, look)
+
+
+def test_accumulating_is_refused_whatever_other_models_step_between() -> None:
+    ours, _ = pair(update="backward")
+    update = torch.optim.SGD(ours.model.dense.parameters(), lr=0.1)
+    other = nn.Linear(2, 1)
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="gradients are accumulated"):
+        for i, ids in enumerate(batches(12)):
+            ours.model(ids).square().mean().backward()
+            other(torch.ones(1, 2)).sum().backward()
+            others.step()
+            others.zero_grad()
+            if i % 3 == 2:
+                update.step()
+                update.zero_grad()

@@ -387,3 +387,29 @@ def test_accumulation_clipping_and_a_scaler_in_a_shared_group(poison: int) -> No
     for path, module in done.modules.items():
         assert relative(module.weight, reference.get_submodule(path).weight) <= 1e-6, path
     done.close()
+
+
+@pytest.mark.parametrize("tie", ["data", "rows", "buffer"])
+def test_tables_tied_by_their_memory_are_refused(tie: str) -> None:
+    """As those that share a parameter: `.data` of one in another, a view, a buffer."""
+    model = nn.ModuleDict({"a": nn.EmbeddingBag(20, 4), "b": nn.EmbeddingBag(20, 4), "c": nn.Linear(4, 20)})
+    if tie == "data":
+        model["b"].weight.data = model["a"].weight.data
+    elif tie == "rows":
+        model["b"] = nn.EmbeddingBag.from_pretrained(model["a"].weight.data[5:15], freeze=False)
+    else:
+        model["c"].register_buffer("softmax", model["a"].weight.data)
+    with pytest.raises(ConfigError, match="'a' cannot be replaced: its weight is shared"):
+        cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
+
+
+def test_tables_side_by_side_in_one_memory_are_replaced() -> None:
+    rows = torch.randn(30, 4)
+    parts = {"a": rows[:20], "b": rows[20:]}
+    model = nn.ModuleDict({k: nn.EmbeddingBag.from_pretrained(v, freeze=False) for k, v in parts.items()})
+    done = cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
+    for name, part in parts.items():
+        close(done.modules[name].table_copy(name), part)
+    done.undo()
+    for name, part in parts.items():
+        close(model[name].weight, part)
