@@ -100,8 +100,11 @@ def parts_of(config: TrainConfig, layout: Layout, use: Use) -> dict[str, int]:
     order = 6 * slots  # of last use, written as far as rows were used
     parts["metadata of slots"] = slots * (16 + 4 + 8) + filled + min(order, 4 * use.batches * use.largest)
     parts["moving"] = 12 * min(slots, use.rows)  # lists of what is written at the end
-    if slots > layout.slots or (config.resume and config.metrics):
+    if config.resume and config.metrics:
         parts["cache, while it grows"] = parts["cache"]
+    elif slots > layout.slots:  # between two steps: what a step needs, at least outputs and their gradients, is free
+        outputs = config.mini_batch_size * len(layout.rows) * layout.weight_bytes
+        parts["cache, while it grows"] = max(parts["cache"] - 2 * outputs, 0)
     return parts
 
 

@@ -123,6 +123,8 @@ def _on_device(
         gone = full.device["outputs"] + max(most - sum(own.values()) - inputs, 0)
         if name == "device" and (more := full.last - gone) > 0:
             parts["ring slots, when rows are written home"] = more
+        if name == "device" and (more := full.growing - gone + peak.standing) > 0:
+            parts["records, while they grow"] = more
         found |= {f"{name}_parts": parts, f"{name}_bytes": sum(parts.values())}
     return found
 

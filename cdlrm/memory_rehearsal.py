@@ -93,6 +93,7 @@ class Peak:
     device: int = 0
     pinned: int = 0
     driver: Driver | None = None
+    standing: int = 0  # of `device`, what the MLPs have between two steps
     read_only: int = 0  # distinct rows of the largest evaluated batch
     read_only_cut: int = 0  # and of the largest one of the rehearsal
 
@@ -118,17 +119,25 @@ def rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
             with Trainer(settings, data=some) as trainer:
                 trainer.run()
                 driver = trainer.tables.groups[0].driver
-                most = driver.most_bytes()
+                most, standing = driver.most_bytes(), _standing(trainer)
         finally:
             log.setLevel(level)
     told = [note for note in driver.notes() if not note.startswith("tables:")]  # which are small here
     peak = Peak(reporting.peak_memory_bytes(), list(dict.fromkeys([choose(config.device).reason, *told])))
     if most is not None:
         peak.device, peak.pinned = most
-        peak.driver = driver
+        peak.driver, peak.standing = driver, standing
         if test is not None and config.metrics:
             peak.read_only, peak.read_only_cut = test.largest, test.largest_cut
     return peak
+
+
+def _standing(trainer: Trainer) -> int:
+    """Device memory of the MLPs, their gradients and the state of their optimizer."""
+    parameters = list(trainer.model.dense_parameters())
+    tensors = [*parameters, *(p.grad for p in parameters)]
+    tensors += [value for state in trainer.dense_optimizer.state.values() for value in state.values()]
+    return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor) and each.is_cuda)
 
 
 def start_seconds(config: TrainConfig, layout: Layout) -> dict[str, float]:

@@ -264,6 +264,27 @@ def test_window_bounded_in_bytes(rig: Callable[..., Rig]) -> None:
     assert r.trained == 20
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_cache_grows_only_between_two_steps(depth: int) -> None:
+    """Two copies of the cache are not there together with what a step needs: a batch that needs more than the whole
+    cache waits for the end of the one before it."""
+    bag = cdlrm.EmbeddingBag(200, 4, mode="sum", optimizer=SPEC, cache_rows=4)
+    resize, in_step, when = bag.groups[0].records.resize, False, []
+
+    def resized(*args: Any) -> None:
+        when.append(in_step)
+        resize(*args)
+
+    bag.groups[0].records.resize = resized  # type: ignore[method-assign]
+    for ids in bag.lookahead([torch.arange(10 * n)[None] for n in range(1, 12)], prefetch_depth=depth):
+        in_step = True
+        bag(ids).sum().backward()
+        time.sleep(0.05)  # time enough for what comes
+        in_step = False
+    assert len(when) == 11 and not any(when)
+    bag.close()
+
+
 def test_the_same_object_again_and_again(rig: Callable[..., Rig]) -> None:
     r = rig()
     r.loader, r.inputs = r.loader[:1] * 10, r.inputs[:1] * 10

@@ -53,11 +53,14 @@ class Need:
 
 @dataclass
 class Foretold:
-    """Bytes by what they are for; `last`: more device memory that is used when all else was done."""
+    """Bytes by what they are for; `last`: more device memory that is used when all else was done; `growing`: more
+    that is used between two steps (a batch that needs more than the whole cache waits for the
+    one before it), while the records are copied to a larger place."""
 
     device: dict[str, int]
     pinned: dict[str, int]
     last: int
+    growing: int
 
 
 def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
@@ -78,8 +81,6 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
         "chunk sums": 8 * need.long_chunks * need.dim,
         "flags and step counts": flags + steps,
     }
-    if need.growing and not need.resident:
-        device["records, while they grow"] = need.slots * record
     tables = 4 * need.rows * (padded_width or need.dim + need.state_width)
     pinned = {
         "tables": tables if pins_tables and not need.in_file else 0,
@@ -87,7 +88,8 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
         "lists of an evaluation": lists,
         "flags and step counts": 4 * FLAGS + steps // 2,
     }
-    return Foretold(device, pinned, ring - trained)
+    growing = need.slots * record if need.growing and not need.resident else 0
+    return Foretold(device, pinned, ring - trained, growing)
 
 
 def ring_bytes(need: Need, staged: bool) -> int:
