@@ -362,14 +362,12 @@ def test_plans_do_not_depend_on_the_number_of_threads(threads: int) -> None:
 
 
 def test_an_error_in_a_shard_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdlrm.plan.shard import Shard
-
-    def fail(shard: Shard, rows: np.ndarray, entry: np.ndarray) -> None:
-        if shard.number == 3:
+    def fail(first: int, last: int, *arrays: np.ndarray) -> None:
+        if first == 3:
             raise MemoryError("injected")
 
     planner = Planner(60_000, 40_000, 1, 4, threads=2)
-    monkeypatch.setattr(Shard, "scan", fail)
+    monkeypatch.setattr(k, "scan_shards", fail)
     with pytest.raises(MemoryError, match="injected"):
         planner.scan(np.arange(50_000))
     planner.close()
@@ -404,20 +402,20 @@ def test_entry_numbers_wrap(shards: int) -> None:
     def grow_old(planner: Planner) -> None:
         """As if 2^29 entries had been used up since by rows that nobody asks for again."""
         owner = np.array([k.shard_of(row, shards) for row in range(400)])
-        number = planner._meta[1::2].astype(np.int64)
-        for shard in planner._shards:
-            head, tail = shard.regs[k.HEAD], shard.start[shard.regs[k.RELEASED] & (shard.start.size - 1)]
-            old = (owner == shard.number) & (((head - number) & k.MASK31) > head - tail)
+        every = planner._shards
+        number = every.meta[1::2].astype(np.int64)
+        for s in range(shards):
+            head, tail = every.regs[s, k.HEAD], every.start[s, every.regs[s, k.RELEASED] & (every.start.shape[1] - 1)]
+            old = (owner == s) & (((head - number) & k.MASK31) > head - tail)
             number[old] = (number[old] - k.UNSEEN) & k.MASK31
-            shard.regs[k.SWEPT] -= k.UNSEEN
-        planner._meta[1::2] = number
+            every.regs[s, k.SWEPT] -= k.UNSEEN
+        every.meta[1::2] = number
 
     def plans(start: int, every: int) -> list[Any]:
         planner = Planner(400, 150, 1, shards)
-        for shard in planner._shards:
-            shard.regs[[k.HEAD, k.ORIGIN, k.SWEPT]] = start
-            shard.start[:] = start
-        planner._meta[1::2] = (start - k.UNSEEN) & k.MASK31
+        planner._shards.regs[:, [k.HEAD, k.ORIGIN, k.SWEPT]] = start
+        planner._shards.start[:] = start
+        planner._shards.meta[1::2] = (start - k.UNSEEN) & k.MASK31
         out = []
         for batch in trace:
             planner.scan(np.asarray(batch, np.int64))

@@ -32,7 +32,7 @@ import numpy as np
 from ..driver.intrinsics import prefetch_read as prefetch
 
 HEAD, ORIGIN, SWEPT, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_SIZE, FREE, HELD, DISTINCT = range(11)
-REGISTERS = 11
+REGISTERS = 11 + 16  # then a gap of two cache lines, so that no line has two shards' registers
 NONE = np.int32(-1)  # no known next use
 MASK31 = (1 << 31) - 1
 UNSEEN = 1 << 29  # a row that is not in the window has an entry at least as old as this
@@ -53,24 +53,32 @@ def shard_of(row, shards):
 
 
 @_jit
-def count_shards(rows, shards, shard, count):
-    """`shard uint8 [n]` of each of `rows int64 [n]`; `count int64 [shards]` = how many each has."""
-    count[:] = 0
-    for i in range(rows.size):
+def partition(rows, first, stop, shards, bounds, part_rows, part_index):
+    """Sort the lookups [first, stop) of `rows int64 [L]` by shard, each shard's in their order.
+
+    Their rows and numbers go to [first, stop) of `part_rows int64 [L]` and `part_index int32 [L]`; `bounds int64
+    [shards + 1]` receives where each shard's begin, and where the last one's end.
+    """
+    shard = np.empty(stop - first, np.uint8)
+    bounds[:] = 0
+    for i in range(first, stop):
         s = shard_of(rows[U(i)], shards)
-        shard[U(i)] = s
-        count[U(s)] += 1
-
-
-@_jit
-def partition(rows, first, shard, cursor, part_rows, part_index):
-    """Put lookups `first ..` into the sections of their shards: each goes to its shard's `cursor`."""
-    for i in range(rows.size):
-        s = shard[U(i)]
-        at = cursor[U(s)]
-        cursor[U(s)] = at + 1
+        shard[U(i - first)] = s
+        bounds[U(s)] += 1
+    at = first
+    for s in range(shards):
+        count = bounds[U(s)]
+        bounds[U(s)] = at
+        at += count
+    for i in range(first, stop):
+        s = shard[U(i - first)]
+        at = bounds[U(s)]
+        bounds[U(s)] = at + 1  # at last where the next shard's begin
         part_rows[U(at)] = rows[U(i)]
-        part_index[U(at)] = first + i
+        part_index[U(at)] = i
+    for s in range(shards, 0, -1):
+        bounds[U(s)] = bounds[U(s - 1)]
+    bounds[0] = first
 
 
 @_jit
@@ -103,9 +111,10 @@ def sweep(shard, shards, live, meta, regs):
 
 
 @_jit
-def scan(begin, rows, entry, meta, ring, link, slot_use, fifo, start, listed, regs):
-    """Scan the lookups of the next batch from `begin` on: number its distinct rows, link next uses.
+def scan(shard, begin, rows, bounds, entry, meta, ring, link, slot_use, fifo, start, listed, regs):
+    """Scan the shard's lookups of the next batch from `begin` on: number its distinct rows, link next uses.
 
+    They are the sections [bounds[p, shard], bounds[p, shard + 1]) of `rows int64 [L]`, in order of p.
     `entry int32 [L]` receives each lookup's entry number, counted from the batch's first.  Returns where it
     stopped: `rows.size`, or earlier when the ring must grow first.
     """
@@ -125,82 +134,116 @@ def scan(begin, rows, entry, meta, ring, link, slot_use, fifo, start, listed, re
     before = np.empty(BLOCK, np.int64)
     place = np.empty(BLOCK, np.int64)
     slot = np.empty(BLOCK, np.int64)
-    n = rows.size
-    i = begin
-    while i < n and head - tail + min(BLOCK, n - i) <= size:
-        stop = min(i + BLOCK, n)
-        known = head - first
-        fresh = 0
-        for a in range(i, stop):
-            if a + 2 * AHEAD < n:
-                prefetch(meta, rows[U(a + 2 * AHEAD)] * 2)
-            r = rows[U(a)]
-            number = np.int64(meta[U(2 * r + 1)])
-            e = (number - first) & MASK31
-            new = e >= UNSEEN
-            at = known + fresh
-            entry[U(a)] = at if new else e
-            meta[U(2 * r + 1)] = np.int32((first + at) & MASK31) if new else np.int32(number)
-            row[U(fresh)] = r
-            before[U(fresh)] = number
-            fresh += new
-        i = stop
-        for f in range(fresh):
-            old = head - ((head - before[U(f)]) & MASK31)
-            linked = old >= unplanned
-            p = old - origin
-            p += size if p < 0 else 0
-            place[U(f)] = p if linked else size
-            s = np.int64(meta[U(2 * row[U(f)])])
-            slot[U(f)] = 0 if linked else s
-            prefetch(ring, place[U(f)])
-            prefetch(slot_use, 2 * slot[U(f)])
-        at = head - origin
-        to = first + pushed - origin
-        for f in range(fresh):
-            if at == size:
-                at = 0
-                origin += size
-                to -= size
-            ring[U(place[U(f)])] |= use
-            s = slot[U(f)]
-            following = slot_use[U(2 * s)]
-            candidate = (s != 0) & (slot_use[U(2 * s + 1)] < released)
-            slot_use[U(2 * s)] = k
-            fifo[U(-2 - following if candidate else fifo.size - 1)] = 0
-            p = to + (size if to < 0 else 0)
-            link[U(p)] = s
-            to += candidate
-            pushed += candidate
-            ring[U(at)] = row[U(f)]
-            at += 1
-        ring[U(size)] = 0
-        head += fresh
+    i = n = np.int64(0)
+    for section in range(bounds.shape[0]):
+        i = max(begin, bounds[section, shard])
+        n = bounds[section, shard + 1]
+        for a in range(i, min(i + 2 * AHEAD, n)):
+            prefetch(meta, rows[U(a)] * 2)
+        while i < n and head - tail + min(BLOCK, n - i) <= size:
+            stop = min(i + BLOCK, n)
+            known = head - first
+            fresh = 0
+            for a in range(i, stop):
+                if a + 2 * AHEAD < n:
+                    prefetch(meta, rows[U(a + 2 * AHEAD)] * 2)
+                r = rows[U(a)]
+                number = np.int64(meta[U(2 * r + 1)])
+                e = (number - first) & MASK31
+                new = e >= UNSEEN
+                at = known + fresh
+                entry[U(a)] = at if new else e
+                meta[U(2 * r + 1)] = np.int32((first + at) & MASK31) if new else np.int32(number)
+                row[U(fresh)] = r
+                before[U(fresh)] = number
+                fresh += new
+            i = stop
+            for f in range(fresh):
+                old = head - ((head - before[U(f)]) & MASK31)
+                linked = old >= unplanned
+                p = old - origin
+                p += size if p < 0 else 0
+                place[U(f)] = p if linked else size
+                s = np.int64(meta[U(2 * row[U(f)])])
+                slot[U(f)] = 0 if linked else s
+                prefetch(ring, place[U(f)])
+                prefetch(slot_use, 2 * slot[U(f)])
+            at = head - origin
+            to = first + pushed - origin
+            for f in range(fresh):
+                if at == size:
+                    at = 0
+                    origin += size
+                    to -= size
+                ring[U(place[U(f)])] |= use
+                s = slot[U(f)]
+                following = slot_use[U(2 * s)]
+                candidate = (s != 0) & (slot_use[U(2 * s + 1)] < released)
+                slot_use[U(2 * s)] = k
+                fifo[U(-2 - following if candidate else fifo.size - 1)] = 0
+                p = to + (size if to < 0 else 0)
+                link[U(p)] = s
+                to += candidate
+                pushed += candidate
+                ring[U(at)] = row[U(f)]
+                at += 1
+            ring[U(size)] = 0
+            head += fresh
+        if i < n:
+            break
     regs[HEAD] = head
     regs[ORIGIN] = origin
     regs[DISTINCT] = head - first
     listed[U(k & wmask)] = pushed
-    if i == n:
-        regs[DISTINCT] = 0
-        regs[SCANNED] = k + 1
-        start[U((k + 1) & wmask)] = head
-        listed[U((k + 1) & wmask)] = 0
-    return i
+    if i < n:
+        return i
+    regs[DISTINCT] = 0
+    regs[SCANNED] = k + 1
+    start[U((k + 1) & wmask)] = head
+    listed[U((k + 1) & wmask)] = 0
+    return rows.size
 
 
 @_jit
-def lacks(limit, meta, ring, start, regs):
-    """Whether more than `limit` distinct rows of the next batch to plan are not cached."""
-    size = ring.size - 1
-    wmask = start.size - 1
-    j = regs[PLANNED]
-    missing = 0
-    for e in range(start[U(j & wmask)], start[U((j + 1) & wmask)]):
-        p = e - regs[ORIGIN]
-        missing += meta[U(2 * (ring[U(p + (size if p < 0 else 0))] & ROW_MASK))] == 0
-        if missing > limit:
-            return True
+def has_room(start, regs):
+    """Whether one more batch can be scanned beside those that are scanned and not released, in every shard."""
+    for s in range(regs.shape[0]):
+        if regs[s, SCANNED] - regs[s, RELEASED] + 3 > start.shape[1] or regs[s, HEAD] - regs[s, SWEPT] >= UNSEEN:
+            return False
+    return True
+
+
+@_jit
+def need_victims(meta, ring, start, regs):
+    """Whether more rows of the next batch to plan are not cached than slots are free, in any shard."""
+    size = ring.shape[1] - 1
+    wmask = start.shape[1] - 1
+    for s in range(regs.shape[0]):
+        j = regs[s, PLANNED]
+        free = regs[s, FREE]
+        begin = start[s, U(j & wmask)]
+        end = start[s, U((j + 1) & wmask)]
+        missing = 0
+        for e in range(begin, end if end - begin > free else begin):
+            p = e - regs[s, ORIGIN]
+            missing += meta[U(2 * (ring[s, U(p + (size if p < 0 else 0))] & ROW_MASK))] == 0
+            if missing > free:
+                return True
     return False
+
+
+@_jit
+def sections(batch, bounds, start, lookup_start, entry_start):
+    """Where each shard's lookups (see `scan`) and entries of `batch` begin in a plan, and where the last ones end:
+    `lookup_start`, `entry_start int64 [shards + 1]`."""
+    wmask = start.shape[1] - 1
+    lookup_start[0] = entry_start[0] = 0
+    for s in range(start.shape[0]):
+        lookups = np.int64(0)
+        for section in range(bounds.shape[0]):
+            lookups += bounds[section, s + 1] - bounds[section, s]
+        lookup_start[s + 1] = lookup_start[s] + lookups
+        entry_start[s + 1] = entry_start[s] + start[s, U((batch + 1) & wmask)] - start[s, U(batch & wmask)]
 
 
 @_jit
@@ -352,7 +395,7 @@ def use_cached(
 @_jit
 def fill_missing(
     meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
-    shard, shards, entry_slot, missing, fill_rows, fill_slots, evict_rows, evict_slots,
+    shard, shards, missing, entry_slot, fill_rows, fill_slots, evict_rows, evict_slots,
 ):  # fmt: skip
     """Second half: a slot for each row that is missing.  Returns the last batch to wait for.
 
@@ -398,17 +441,17 @@ def fill_missing(
 
 
 @_jit
-def segments(entry, index, entry_slot, lookup_base, slots, seg_start, seg_lookup):
-    """Counting sort of a shard's lookups by entry; `slots[lookup]` for each of them.
+def segments(shard, bounds, entry, index, entry_slot, lookup_base, slots, seg_start, seg_lookup):
+    """Counting sort of a shard's lookups (see `scan`) by entry; `slots[lookup]` for each of them.
 
     `index` are the lookups' numbers in the batch (empty: 0, 1, 2, …).  `seg_start` (where each entry's
     lookups start, counted from `lookup_base`) and `seg_lookup` are the shard's sections of the plan's.
     """
-    n = entry.size
     u = entry_slot.size
     cursor = np.zeros(2 * u, np.int32)  # next place, slot
-    for i in range(n):
-        cursor[U(2 * entry[U(i)])] += 1
+    for section in range(bounds.shape[0]):
+        for i in range(bounds[section, shard], bounds[section, shard + 1]):
+            cursor[U(2 * entry[U(i)])] += 1
     total = np.int64(0)
     for e in range(u):
         count = cursor[U(2 * e)]
@@ -417,10 +460,68 @@ def segments(entry, index, entry_slot, lookup_base, slots, seg_start, seg_lookup
         cursor[U(2 * e + 1)] = entry_slot[U(e)]
         total += count
     plain = index.size == 0
-    for i in range(n):
-        e = entry[U(i)]
-        at = cursor[U(2 * e)]
-        cursor[U(2 * e)] = at + 1
-        lookup = np.int64(i) if plain else np.int64(index[U(i)])
-        seg_lookup[U(at)] = lookup
-        slots[U(lookup)] = cursor[U(2 * e + 1)]
+    for section in range(bounds.shape[0]):
+        for i in range(bounds[section, shard], bounds[section, shard + 1]):
+            e = entry[U(i)]
+            at = cursor[U(2 * e)]
+            cursor[U(2 * e)] = at + 1
+            lookup = np.int64(i) if plain else np.int64(index[U(i)])
+            seg_lookup[U(at)] = lookup
+            slots[U(lookup)] = cursor[U(2 * e + 1)]
+
+
+@_jit
+def scan_shards(first, last, at, rows, bounds, entry, meta, ring, link, slot_use, fifo, start, listed, regs):
+    """`scan` for the shards [first, last) that have not come to the end; `at int64 [shards]`: where they stopped, -1 at
+    the beginning."""
+    for s in range(first, last):
+        if at[s] < rows.size:
+            at[s] = scan(
+                s, max(at[s], 0), rows, bounds, entry, meta, ring[s], link[s], slot_use[s], fifo[s], start[s],
+                listed[s], regs[s],
+            )  # fmt: skip
+
+
+@_jit
+def plan_shards(
+    first, last, shards, depth, bounds, entry, index, lookup_start, entry_start,
+    meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
+    slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows, evict_slots, out,
+):  # fmt: skip
+    """Plan the part of the shards [first, last) in a batch, into their sections of the plan's arrays.
+
+    For `lookup_start` and `entry_start` see `sections`; a shard's fills and evicts go to the beginning of its section
+    of `fill_rows` etc., which are as long as `entry_row`.
+    `out int64 [shards, 16]` receives how many those are, and the last batch to wait for.
+    """
+    for s in range(first, last):
+        lo = entry_start[s]
+        hi = entry_start[s + 1]
+        missing = np.empty(hi - lo, np.int32)
+        use_cached(
+            depth, meta, ring[s], link[s], slot_row[s], slot_use[s], fifo[s], free[s], start[s], listed[s], regs[s],
+            s, shards, entry_slot[lo:hi], entry_row[lo:hi], missing, out[s],
+        )  # fmt: skip
+        out[s, 2] = fill_missing(
+            meta, ring[s], link[s], slot_row[s], slot_use[s], fifo[s], free[s], start[s], listed[s], regs[s], s, shards,
+            missing[: out[s, 0]], entry_slot[lo:hi], fill_rows[lo:hi], fill_slots[lo:hi], evict_rows[lo:hi],
+            evict_slots[lo:hi],
+        )  # fmt: skip
+        begin = lookup_start[s]
+        segments(
+            s, bounds, entry, index, entry_slot[lo:hi], begin, slots, seg_start[lo:hi],
+            seg_lookup[begin : lookup_start[s + 1]],
+        )  # fmt: skip
+
+
+@_jit
+def close_up(entry_start, counts, rows, slots):
+    """Move the first `counts[s]` elements of every section s of `rows` and `slots` to the front; how many they are."""
+    at = np.int64(0)
+    for s in range(counts.size):
+        begin = entry_start[s]
+        for i in range(counts[s]):
+            rows[U(at)] = rows[U(begin + i)]
+            slots[U(at)] = slots[U(begin + i)]
+            at += 1
+    return at

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from ..errors import CacheTooSmallError, ConfigError
 from ..machine import cores
 from . import kernels as k
 from .plan import Plan
-from .shard import Shard
+from .shards import Shards
 
 MAX_SHARDS = 16
 MAX_SLOTS = 1 << 31  # slots are int32
@@ -44,9 +43,9 @@ def shards_for(cache_rows: int) -> int:
 class _Scanned:
     """What is kept of a scanned batch until it is planned."""
 
-    entry: np.ndarray  # int32 [L], by shard
+    entry: np.ndarray  # int32 [L], in pieces, each by shard
     index: np.ndarray  # int32 [L], lookup of each (empty for one shard)
-    shard_start: np.ndarray  # int64 [shards + 1]
+    bounds: np.ndarray  # int64 [pieces, shards + 1]: where each shard's begin in each piece, and the piece's end
     distinct: int
 
     @property
@@ -85,29 +84,27 @@ class Planner:
         self.threads = min(shards, threads or cores())
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
-        self._meta = np.zeros(2 * num_rows, np.int32)
-        per_shard = -(-cache_rows // shards)
-        self._shards = [Shard(s, shards, self._meta, per_shard) for s in range(shards)]
+        self._shards = Shards(shards, num_rows, -(-cache_rows // shards))
         self._waiting: deque[_Scanned] = deque()
         self._needs_victim: bool | None = None
 
     @property
     def shards(self) -> int:
-        return len(self._shards)
+        return self._shards.number
 
     @property
     def cache_rows(self) -> int:
-        return self._shards[0].slots * self.shards
+        return self._shards.slots * self.shards
 
     @property
     def scanned(self) -> int:
         """Number of batches scanned so far = number of the next batch to scan."""
-        return int(self._shards[0].regs[k.SCANNED])
+        return int(self._shards.regs[0, k.SCANNED])
 
     @property
     def planned(self) -> int:
         """Number of batches planned so far = number of the next batch to plan."""
-        return int(self._shards[0].regs[k.PLANNED])
+        return int(self._shards.regs[0, k.PLANNED])
 
     @property
     def window(self) -> int:
@@ -122,53 +119,48 @@ class Planner:
     @property
     def metadata_bytes(self) -> int:
         """Host memory of the per-row and per-slot arrays and the rings."""
-        return int(self._meta.nbytes) + sum(s.nbytes for s in self._shards)
+        return self._shards.nbytes
 
     def scan(self, rows: np.ndarray, cuts: Sequence[int] = ()) -> int:
         """Let the lookups `rows int64 [L]` of one more batch into the window; returns its number."""
         del cuts  # a hint for planners that split by table
-        batch, n = self.scanned, int(rows.size)
-        entry = np.empty(n, np.int32)
+        batch, n, shards = self.scanned, int(rows.size), self._shards
+        shards.make_room()
         if self.shards == 1:
-            parts, index, shard_start = rows, NO_INDEX, np.array([0, n], np.int64)
+            parts, index, bounds = rows, NO_INDEX, np.array([[0, n]])
         else:
-            parts, index, shard_start = self._partition(rows)
+            parts, index, bounds = self._partition(rows)
+        entry, at = np.empty(n, np.int32), np.full(self.shards, -1, np.int64)
 
-        def scan(shard: Shard) -> None:
-            lo, hi = shard_start[shard.number], shard_start[shard.number + 1]
-            shard.scan(parts[lo:hi], entry[lo:hi])
+        def scan(first: int, last: int) -> None:
+            k.scan_shards(
+                first, last, at, parts, bounds, entry, shards.meta, shards.ring, shards.link, shards.slot_use,
+                shards.fifo, shards.start, shards.listed, shards.regs,
+            )  # fmt: skip
 
-        self._each(self._shards, scan, n)
-        distinct = sum(s.distinct(batch) for s in self._shards)
-        self._waiting.append(_Scanned(entry, index, shard_start, distinct))
+        self._each(self.shards, scan, n)
+        while (at < n).any():
+            shards.grow_rings()
+            self._each(self.shards, scan, n)
+        self._waiting.append(_Scanned(entry, index, bounds, int(shards.distinct(batch).sum())))
         return batch
 
     def _partition(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The lookups by shard, in their order: rows, lookup numbers, where each shard's start."""
+        """The lookups in pieces, each by shard: rows, lookup numbers, bounds."""
         n = int(rows.size)
         threads = self._threads_for(n)
-        cuts = np.linspace(0, n, (1 if threads == 1 else PIECES * threads) + 1).astype(np.int64)
-        pieces = range(cuts.size - 1)
-        shard = np.empty(n, np.uint8)
-        # Each piece's counters end before a gap of two cache lines: threads that count in one line wait for each other.
-        counts = np.empty((cuts.size - 1, self.shards + 16), np.int64)[:, : self.shards]
-        self._each(
-            pieces,
-            lambda p: k.count_shards(rows[cuts[p] : cuts[p + 1]], self.shards, shard[cuts[p] : cuts[p + 1]], counts[p]),
-            n,
-        )
-        shard_start = _starts(counts.sum(axis=0))
-        before = np.cumsum(counts, axis=0) - counts
-        counts[:] = shard_start[:-1] + before  # from now on: where the piece's next lookup of each shard goes
+        pieces = 1 if threads == 1 else PIECES * threads
         parts, index = np.empty(n, np.int64), np.empty(n, np.int32)
-        self._each(
-            pieces,
-            lambda p: k.partition(
-                rows[cuts[p] : cuts[p + 1]], cuts[p], shard[cuts[p] : cuts[p + 1]], counts[p], parts, index
-            ),
-            n,
-        )
-        return parts, index, shard_start
+        # Each piece's counters end before a gap of two cache lines: threads that count in one line wait for each other.
+        bounds = np.empty((pieces, self.shards + 17), np.int64)
+
+        def partition(first: int, last: int) -> None:
+            for p in range(first, last):
+                begin, end = n * p // pieces, n * (p + 1) // pieces
+                k.partition(rows, begin, end, self.shards, bounds[p], parts, index)
+
+        self._each(pieces, partition, n)
+        return parts, index, bounds
 
     @property
     def newest_distinct(self) -> int:
@@ -178,9 +170,8 @@ class Planner:
     def needs_victim(self) -> bool:
         """Whether the next batch to plan has to evict a row (then it pays to scan on first)."""
         if self._needs_victim is None:
-            self._needs_victim = any(
-                s.distinct(self.planned) > s.free_slots() and s.lacks(s.free_slots()) for s in self._shards
-            )
+            shards = self._shards
+            self._needs_victim = bool(k.need_victims(shards.meta, shards.ring, shards.start, shards.regs))
         return self._needs_victim
 
     def plan(self, hold: int = 0) -> Plan:
@@ -190,10 +181,11 @@ class Planner:
         `prefetch_depth` batches stay as long as the cache is large enough.
         """
         batch, waiting = self.planned, self._waiting[0]
-        counts = [s.distinct(batch) for s in self._shards]
-        need = max(sum(s.distinct(b) for b in range(max(batch - hold, 0), batch + 1)) for s in self._shards)
-        need = min(need, self.num_rows)  # the held batches may have rows in common
-        have = self._shards[0].slots
+        held = self._shards.distinct(batch)
+        for earlier in range(max(batch - hold, 0), batch):
+            held += self._shards.distinct(earlier)
+        need = min(int(held.max()), self.num_rows)  # the held batches may have rows in common
+        have = self._shards.slots
         grows = need > have
         if grows:
             if self.strict:
@@ -203,62 +195,45 @@ class Planner:
                     f"cache_ratio), use a smaller batch, or allow growth with strict=False.",
                     batch=batch, distinct=waiting.distinct, need=need * self.shards, have=self.cache_rows,
                 )  # fmt: skip
-            for shard in self._shards:
-                shard.grow(need)
+            self._shards.grow_slots(need)
         self._waiting.popleft()
         self._needs_victim = None
         depth = max(self.prefetch_depth, hold)
-        plan = self._run(batch, depth, waiting, _starts(counts))
+        plan = self._run(batch, depth, waiting)
         plan.grows = grows
         if grows:
             plan.wait_for = batch - 1  # the arrays move
         return plan
 
-    def _run(self, batch: int, depth: int, waiting: _Scanned, entry_start: np.ndarray) -> Plan:
-        lookups, total = int(waiting.entry.size), int(entry_start[-1])
-        entry_slot, entry_row = np.empty(total, np.int32), np.empty(total, np.int64)
-        missing, counts = np.empty(total, np.int32), np.empty((self.shards, 2), np.int64)
-
-        def use_cached(shard: Shard) -> None:
-            s, lo, hi = shard.number, entry_start[shard.number], entry_start[shard.number + 1]
-            k.use_cached(
-                depth, shard.meta, *shard.arrays, s, self.shards, entry_slot[lo:hi], entry_row[lo:hi],
-                missing[lo:hi], counts[s],
-            )  # fmt: skip
-
-        self._each(self._shards, use_cached, lookups)
-        fill_start, evict_start = (_starts(counts[:, i]) for i in (0, 1))
-        fill_rows, fill_slots = np.empty(fill_start[-1], np.int64), np.empty(fill_start[-1], np.int32)
-        evict_rows, evict_slots = np.empty(evict_start[-1], np.int64), np.empty(evict_start[-1], np.int32)
-        slots, seg_lookup = np.empty(lookups, np.int32), np.empty(lookups, np.int32)
-        seg_start = np.empty(total + 1, np.int32)
+    def _run(self, batch: int, depth: int, waiting: _Scanned) -> Plan:
+        lookups, total, shards = int(waiting.entry.size), waiting.distinct, self._shards
+        lookup_start, entry_start = np.empty(self.shards + 1, np.int64), np.empty(self.shards + 1, np.int64)
+        k.sections(batch, waiting.bounds, shards.start, lookup_start, entry_start)
+        slots, seg_lookup, seg_start = (np.empty(size, np.int32) for size in (lookups, lookups, total + 1))
         seg_start[total] = lookups
-        wait = np.empty(self.shards, np.int64)
+        entry_slot, fill_slots, evict_slots = (np.empty(total, np.int32) for _ in range(3))
+        entry_row, fill_rows, evict_rows = (np.empty(total, np.int64) for _ in range(3))
+        out = np.empty((self.shards, 16), np.int64)  # a cache line each, and a gap
 
-        def fill_missing(shard: Shard) -> None:
-            s = shard.number
-            mine, fills, evicts, looked = (
-                slice(starts[s], starts[s + 1])
-                for starts in (entry_start, fill_start, evict_start, waiting.shard_start)
-            )
-            wait[s] = k.fill_missing(
-                shard.meta, *shard.arrays, s, self.shards, entry_slot[mine], missing[mine][: counts[s, 0]],
-                fill_rows[fills], fill_slots[fills], evict_rows[evicts], evict_slots[evicts],
-            )  # fmt: skip
-            k.segments(
-                waiting.entry[looked], waiting.index[looked], entry_slot[mine], looked.start, slots, seg_start[mine],
-                seg_lookup[looked],
+        def plan(first: int, last: int) -> None:
+            k.plan_shards(
+                first, last, self.shards, depth, waiting.bounds, waiting.entry, waiting.index, lookup_start,
+                entry_start, *shards.arrays, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots,
+                evict_rows, evict_slots, out,
             )  # fmt: skip
 
-        self._each(self._shards, fill_missing, lookups)
+        self._each(self.shards, plan, lookups)
+        fills = k.close_up(entry_start, out[:, 0], fill_rows, fill_slots)
+        evicts = k.close_up(entry_start, out[:, 1], evict_rows, evict_slots)
         return Plan(
-            batch, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows, evict_slots,
-            wait_for=int(wait.max()), cache_rows=self.cache_rows, window=self.window,
+            batch, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows[:fills], fill_slots[:fills],
+            evict_rows[:evicts], evict_slots[:evicts],
+            wait_for=int(out[:, 2].max()), cache_rows=self.cache_rows, window=self.window,
         )  # fmt: skip
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Slot of each of `rows int64 [n]` after the newest plan, int64 [n]; -1 = not cached."""
-        local = self._meta[2 * rows].astype(np.int64) - 1
+        local = self._shards.meta[2 * rows].astype(np.int64) - 1
         if self.shards == 1:
             return local
         x = (rows >> 3).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -267,7 +242,7 @@ class Planner:
 
     def slot_rows(self) -> np.ndarray:
         """Row in each slot after the newest plan, int64 [cache_rows]; -1 = empty."""
-        return np.ascontiguousarray(np.stack([s.slot_row[1:] for s in self._shards], axis=1).reshape(-1))
+        return np.ascontiguousarray(self._shards.slot_row[:, 1:].T).reshape(-1)
 
     def reset(self, slot_rows: np.ndarray) -> None:
         """Forget the window; from now on the cache holds `slot_rows int64 [cache_rows]` (-1: empty).
@@ -277,16 +252,20 @@ class Planner:
         """
         self._waiting.clear()
         self._needs_victim = None
-        for shard in self._shards:
-            shard.reset(np.ascontiguousarray(slot_rows[shard.number :: self.shards]))
+        for s in range(self.shards):
+            self._shards.reset(s, np.ascontiguousarray(slot_rows[s :: self.shards]))
 
     def _threads_for(self, lookups: int) -> int:
         return max(1, min(self.threads, lookups // LOOKUPS_PER_THREAD))
 
-    def _each(self, items: Sequence[Any], run: Callable[[Any], object], lookups: int) -> None:
-        """`run` each item, on as many threads as the lookups are worth; whoever is free takes the next one."""
-        threads = min(self._threads_for(lookups), len(items))
-        waiting = deque(items)
+    def _each(self, count: int, run: Callable[[int, int], None], lookups: int) -> None:
+        """`run` on the range [0, count), or on its members, on as many threads as the lookups are worth; whoever is
+        free takes the next one."""
+        threads = min(self._threads_for(lookups), count)
+        if threads == 1:
+            run(0, count)
+            return
+        waiting = deque(range(count))
 
         def work() -> None:
             while waiting:
@@ -294,7 +273,7 @@ class Planner:
                     item = waiting.popleft()
                 except IndexError:  # another thread was faster
                     return
-                run(item)
+                run(item, item + 1)
 
         others = [self._threads_pool().submit(work) for _ in range(threads - 1)]
         try:
@@ -319,10 +298,5 @@ class Planner:
 
     def check(self) -> None:
         """Verify the structure: raises AssertionError naming what is broken (for tests)."""
-        for shard in self._shards:
-            shard.check()
-
-
-def _starts(counts: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Where each of consecutive sections starts, and where the last ends."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        for s in range(self.shards):
+            self._shards.check(s)
