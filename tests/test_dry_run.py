@@ -15,7 +15,7 @@ import pytest
 from emulated import Emulated, use
 from emulator.compile import compiler
 
-from cdlrm import memory_parts, memory_plan, memory_use
+from cdlrm import memory_parts, memory_plan, memory_rehearsal, memory_use
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
@@ -156,6 +156,10 @@ def test_wrong_flags_are_noticed_by_the_dry_run_too(capsys: pytest.CaptureFixtur
 
 # --- on a GPU ---
 
+LARGE: dict[str, Any] = {
+    "synthetic_rows": "600000-400000-100000-60000", "mini_batch_size": 1024, "test_mini_batch_size": 512,
+    "cache_rows": 5000, "arch_sparse_feature_size": 64, "arch_mlp_bot": "13-16-64", "small_bytes": 2 << 20,
+}  # fmt: skip
 ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
     "zero copy": (True, {"optimizer": "rowwise-adagrad"}),
     "staged": (False, {"optimizer": "sgd"}),
@@ -177,6 +181,13 @@ ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
                "synthetic_rows": "2000000-500000-5000-300", "prefetch_depth": 3},
     ),
     "file": (False, {"store": "file:tables", "metrics": False}),
+    # Rows travel with their plans, and the rehearsal's tables (of `small_bytes`) are smaller, so it moves other rows.
+    "file, large records": (False, {**LARGE, "store": "file:tables", "metrics": False, "num_batches": 30}),
+    "file, uniform": (
+        False, {**LARGE, "store": "file:tables", "metrics": False, "synthetic_zipf": 0.3, "num_batches": 30},
+    ),
+    "staged, large records": (False, LARGE),
+    "staged, large records, a cache that grows": (False, {**LARGE, "cache_rows": 500}),
 }
 
 
@@ -189,8 +200,10 @@ def test_real_device_and_pinned_bytes_agree_within_5_percent(
     monkeypatch.chdir(tmp_path)
     use(monkeypatch, check=False, compare=0)
     monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver if zero_copy else Emulated.staged_driver)
+    changes = dict(changes)
+    monkeypatch.setattr(memory_rehearsal, "SMALL_BYTES", changes.pop("small_bytes", memory_rehearsal.SMALL_BYTES))
     if "checkpoint_every" in changes:
-        changes = {**changes, "checkpoint_dir": str(tmp_path / "kept")}
+        changes["checkpoint_dir"] = str(tmp_path / "kept")
     settings = {
         "synthetic_rows": "200000-100000-5000-300", "mini_batch_size": 512, "test_mini_batch_size": 2048,
         "num_batches": 10, "arch_mlp_bot": "13-16-16", "arch_mlp_top": "8-1", "horizon": 4, **changes,
