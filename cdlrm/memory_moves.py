@@ -37,16 +37,19 @@ def planned_moves(
         for number, batch in enumerate(data.test):
             if number == TEST_BATCHES:
                 break
-            run.tests.append(_rows(batch, bases))
+            run.tests.append((_rows(batch, bases), batch.size * len(bases)))
         run.evaluate()
     complete = True
     for epoch in range(epochs):
+        if not complete:
+            break
         data.train.set_epoch(epoch)
         for batch in data.train:
             if run.planner.scanned == COUNTED_BATCHES:
                 complete = False
                 break
             run.planner.scan(_rows(batch, bases))
+            run.bags.append(batch.size * len(bases))
             if run.planner.window > max(horizon, depth):
                 run.begin()
         while run.planner.window:
@@ -72,7 +75,8 @@ class _Run:
         self.depth = depth
         self.saves_every: int | None = None
         self.evaluates_every: int | None = None
-        self.tests: list[np.ndarray] = []  # rows of each test batch
+        self.bags: deque[int] = deque()  # of each batch in the window
+        self.tests: list[tuple[np.ndarray, int]] = []  # rows of each test batch, and its bags
         self.moves = Moves()
         self.in_use: deque[Plan] = deque()
         self.steps = 0
@@ -90,6 +94,8 @@ class _Run:
             self.end()
         missing = plan.cache_rows - self._dirty.size
         if missing:
+            kept = self._dirty.size if (self._slot_row >= 0).any() else 0
+            self.moves.grown.append((len(self.moves.carried), kept + plan.cache_rows))
             self._slot_row = np.concatenate([self._slot_row, np.full(missing, -1, np.int64)])
             self._dirty = np.concatenate([self._dirty, np.zeros(missing, bool)])
         evicts = self._write(plan.evict_slots)
@@ -98,8 +104,8 @@ class _Run:
         sizes = np.diff(plan.seg_start)
         long = sizes[sizes > LONG_ROW]
         self.moves.carried.append(Carried(
-            plan.lookups, plan.distinct, int(long.size), int((-(-long // LONG_ROW)).sum()), int(plan.fill_rows.size),
-            int(copied), evicts,
+            plan.lookups, self.bags.popleft(), plan.distinct, int(long.size), int((-(-long // LONG_ROW)).sum()),
+            int(plan.fill_rows.size), int(copied), evicts,
         ))  # fmt: skip
         self.in_use.append(plan)
 
@@ -118,14 +124,13 @@ class _Run:
     def evaluate(self) -> None:
         if self._evaluated_at == self.steps:
             return
-        self._evaluated_at = self.steps
-        for rows in self.tests:
+        self._evaluated_at, self.moves.read = self.steps, len(self.moves.carried)
+        for rows, bags in self.tests:
             distinct = np.unique(rows)
             missing = distinct[self.planner.slots_of(distinct) < 0]
             copied = bits.positions(self._stored, missing)[0].size
-            self.moves.evaluated.append(
-                Carried(lookups=int(rows.size), distinct=int(distinct.size) if missing.size else 0, copied=int(copied))
-            )
+            read = int(distinct.size) if missing.size else 0
+            self.moves.evaluated.append(Carried(int(rows.size), bags, read, copied=int(copied)))
 
     def save(self) -> None:
         """Write all changed rows home."""

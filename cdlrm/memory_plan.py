@@ -12,6 +12,7 @@ Two things are added up.
   activations, and threads.
 
 On a GPU the same is done with its memory and with the host memory that is pinned for it: see `driver/foretell.py`.
+Where rows travel to it with their batches (tables in a file, or not pinned) those are planned too (`memory_moves`).
 
 The peak is the kernel's high-water mark of resident memory (VmHWM), as in the report of a run.
 """
@@ -161,8 +162,8 @@ def _more_may_travel(driver: Driver, need: Need) -> str:
     assert need.moves is not None
     planned = [each for each in need.moves.carried if each is not None and each.lookups]
     columns = zip(*map(dataclasses.astuple, planned), strict=True)
-    lookups, distinct, long_rows, long_chunks, fills, _, _ = map(max, columns)
-    worst = Carried(lookups, distinct, long_rows, long_chunks, fills, copied=fills, evicts=fills)
+    lookups, bags, distinct, long_rows, long_chunks, fills, _, _ = map(max, columns)
+    worst = Carried(lookups, bags, distinct, long_rows, long_chunks, fills, copied=fills, evicts=fills)
     carried = [*need.moves.carried, *[worst, None] * (need.prefetch_depth + 2)]
     bound = driver.foretell(dataclasses.replace(need, moves=dataclasses.replace(need.moves, carried=carried)))
     now = driver.foretell(need)

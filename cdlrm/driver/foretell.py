@@ -75,15 +75,16 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
     record = 4 * (need.dim + need.state_width)
     staged = need.in_file or not pins_tables
     shape = Shape(
-        need.features, need.features * need.batch_size, need.several, need.mean, 4 * need.dim * staged,
-        4 * need.state_width * staged, need.tables if need.counts_steps else 0,
+        need.features, need.several, need.mean, 4 * need.dim * staged, 4 * need.state_width * staged,
+        need.tables if need.counts_steps else 0,
     )  # fmt: skip
     moves = need.moves or _largest_moves(need)
     trays = 3 if need.resident else need.prefetch_depth + 2
     sizes = [None if each is None else (carried_bytes(each, shape), each.lookups > 0) for each in moves.carried]
-    ring, trained = ring_bytes(sizes, trays), ring_bytes(sizes[: moves.trained], trays)
+    ring, trained, read = (ring_bytes(sizes[:end], trays) for end in (len(sizes), moves.trained, moves.read))
+    growing = [record * slots + ring_bytes(sizes[:end], trays) for end, slots in moves.grown]
     sizes = [(evaluated_bytes(each, shape), False) for each in moves.evaluated]
-    lists, before = (ring_bytes(some, EVALUATION_TRAYS) for some in (sizes, sizes[: moves.evaluated_before]))
+    lists, before = (ring_bytes(sizes[:end], EVALUATION_TRAYS) for end in (len(sizes), moves.evaluated_before))
     apart = 0 if need.resident else need.read_only * 4 * need.dim
     flags, steps = 4 * (FLAGS + 1), 16 * need.tables if need.counts_steps else 0
     device = {
@@ -102,9 +103,9 @@ def foretell(need: Need, pins_tables: bool, padded_width: int) -> Foretold:
         "lists of an evaluation": lists,
         "flags and step counts": 4 * FLAGS + steps // 2,
     }
-    growing = need.slots * record if need.growing and not need.resident else 0
     first = need.first_slots * record + apart + before + flags + steps
-    return Foretold(device, pinned, first, lists - before, lists - before + ring - trained, growing)
+    later, grown = lists - before, max(growing, default=0) - need.slots * record - trained
+    return Foretold(device, pinned, first, later + read - trained, later + ring - trained, grown)
 
 
 def _largest_moves(need: Need) -> Moves:
@@ -112,12 +113,14 @@ def _largest_moves(need: Need) -> Moves:
     rows = need.rows if need.resident else 0  # all of them are filled first
     pieces = [Carried(fills=min(rows - lo, PIECE_ROWS)) for lo in range(0, rows, PIECE_ROWS)]
     plan = Carried(
-        need.lookups, need.distinct, need.long_chunks, need.long_chunks, fills=0 if need.resident else need.distinct
-    )
+        need.lookups, need.features * need.batch_size, need.distinct, need.long_chunks, need.long_chunks,
+        fills=0 if need.resident else need.distinct,
+    )  # fmt: skip
     plans = [plan, None] * (3 if need.resident else need.prefetch_depth + 2)
     written = [Carried(evicts=min(need.written - lo, PIECE_ROWS)) for lo in range(0, need.written, PIECE_ROWS)]
     carried: list[Carried | None] = [*pieces, *plans, *written * max(need.saves, 1)]
     # Else rows are written home when the run is over, and what it had besides is gone.
     trained = len(carried) if need.saves else len(pieces) + len(plans)
     evaluated = [Carried(distinct=0 if need.resident else need.read_only)] * (EVALUATION_TRAYS * bool(need.read_only))
-    return Moves(need.slots, carried, trained, evaluated, len(evaluated))
+    grown = [(trained, 2 * need.slots)] if need.growing and not need.resident else []
+    return Moves(need.slots, carried, trained, trained, grown, evaluated, len(evaluated))

@@ -16,11 +16,13 @@ from .staging import LEAST_BYTES, Layout
 class Carried:
     """What one tray carries: rows that are filled, how many of them are copied, and rows that are written home.
 
-    With `lookups` it is a plan, of `distinct` rows of which `long_rows` have many lookups, in `long_chunks`; or, in the
-    ring of an evaluation, its batch, of whose `distinct` rows the `copied` ones are neither cached nor generated.
+    With `lookups` in `bags` it is a plan, of `distinct` rows of which `long_rows` have many lookups, in `long_chunks`;
+    or, in the ring of an evaluation, its batch, of whose `distinct` rows the `copied` ones are neither cached nor
+    generated.
     """
 
     lookups: int = 0
+    bags: int = 0
     distinct: int = 0
     long_rows: int = 0
     long_chunks: int = 0
@@ -34,24 +36,26 @@ class Moves:
     """What the trays carry in a run, in its order; None: the oldest batch that was begun has ended.
 
     `slots` of the cache in the end.  `trained`, `evaluated_before`: how much of `carried` and `evaluated` came before
-    the last batch was trained.
+    the last batch was trained; `read`: of `carried` before the last evaluation.  `grown`: for each time that the cache
+    grew how much of `carried` came before, and its slots while they were copied, old and new.
     """
 
     slots: int = 0
     carried: list[Carried | None] = field(default_factory=list)
     trained: int = 0
+    read: int = 0
+    grown: list[tuple[int, int]] = field(default_factory=list)
     evaluated: list[Carried] = field(default_factory=list)
     evaluated_before: int = 0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is the same for all batches of a group: `bags` and `features`, `several` ids a bag, of which the `mean` is
-    taken; bytes of weights and state of a row that travels with its plan (0: they do not); `tables` whose steps are
-    counted (0: they are not)."""
+    """What is the same for all batches of a group: `features`, `several` ids a bag, of which the `mean` is taken;
+    bytes of weights and state of a row that travels with its plan (0: they do not); `tables` whose steps are counted
+    (0: they are not)."""
 
     features: int
-    bags: int
     several: bool
     mean: bool
     weight_bytes: int
@@ -85,7 +89,7 @@ def carried_bytes(carried: Carried, shape: Shape) -> int:
     layout = Layout()
     if carried.lookups:
         _room(layout, 4 * carried.lookups)  # slots
-        _inputs(layout, shape)
+        _inputs(layout, carried, shape)
         for count in (carried.distinct, carried.distinct + 1, carried.lookups):  # segments
             _room(layout, 4 * count)
         if carried.long_rows:
@@ -107,16 +111,16 @@ def evaluated_bytes(carried: Carried, shape: Shape) -> int:
     """Of a batch that is only read."""
     layout = Layout()
     _room(layout, 4 * carried.lookups)
-    _inputs(layout, shape)
+    _inputs(layout, carried, shape)
     rows, copied = carried.distinct, carried.copied
     for nbytes in (8 * rows, 4 * rows, shape.weight_bytes * copied, shape.state_bytes * copied):
         _room(layout, nbytes)
     return layout.nbytes
 
 
-def _inputs(layout: Layout, shape: Shape) -> None:
+def _inputs(layout: Layout, carried: Carried, shape: Shape) -> None:
     if shape.several:
-        _room(layout, 4 * (shape.bags + 1))
+        _room(layout, 4 * (carried.bags + 1))
     _room(layout, 4 * shape.features)
     _room(layout, shape.features)
 
