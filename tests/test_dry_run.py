@@ -267,6 +267,7 @@ def test_trays_take_turns_and_grow_by_a_quarter() -> None:
         156_251 + 125_000 + 156_250
     )
     assert ring_bytes([plan, plan, plan, plan], limit=3) == 4 * 125_000
+    assert ring_bytes([(100_000, False), (1, False), *[(125_001, False)] * 2], limit=2) == 2 * 156_251
     assert ring_bytes([(1, False)] * 2, limit=3) == 2 * LEAST_BYTES
 
 
