@@ -14,7 +14,7 @@ Where things are, in the order in which a batch meets them (words: README and th
                                 those that wait; a cache that is too small; what is counted
     driver/base                 the seam: `Driver` a device, `Records` the records of a group on it
     driver/cpu*, intrinsics     the CPU: numba kernels
-    driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts, held, foretell
+    driver/gpu*, staging, carrier, plan_arrays, launches, formulas, verdicts, held, foretell, tray_sizes
                                 the GPU: its records' memory, order of streams, transfers and kernels; what goes there
                                 with a plan, how rows travel, launches of the kernels in cuda/, memory that outlives
                                 its owner, bytes foretold

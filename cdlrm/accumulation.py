@@ -3,9 +3,12 @@
 With `update="backward"` every backward pass is an update, and a loop that accumulates k micro-batches before its
 optimizer's step would get k updates instead of one.  torch tells when any optimizer steps, so this is known about a
 forward call: since an optimizer's last step the module has been updated, and parameters of that optimizer hold
-gradients that are not zero.  If the backward of that call then finds that it has just added to one of them, it is
-accumulation, and it is refused before it updates anything.  Loops that only leave out a step (zero_grad comes between)
-or have no optimizer beside ours do not add to such a gradient.
+gradients that are not zero.  If the backward pass of that call adds to one of them, and to no parameter of an optimizer
+that did step after the update, it is accumulation: where it is known in time it is refused before anything is updated,
+else at the end of the pass.  Loops that only leave out a step (zero_grad comes between), two networks that are stepped
+in turn, or no optimizer beside ours are not taken for it.
+
+An optimizer that holds the module's own parameters (its anchor, or its `optimizer`) should step once an update.
 
 Before any optimizer has stepped nothing is known, so the first round of an accumulating loop goes through: its step is
 told in the log, and the second round is refused.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,9 +29,6 @@ from .errors import UsageError
 from .gradient import refuse_replaced
 
 log = logging.getLogger("cdlrm")
-
-Earlier = list[tuple["weakref.ref[Tensor]", Tensor, int]]
-"""Parameters with the gradients that they held at a forward call, and the versions of those."""
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -41,48 +42,97 @@ def watch(module: Any) -> None:
     _watched.add(module)
 
 
-def earlier_gradients(module: Any) -> Earlier:
-    """At a training forward: the gradients that its backward must not add to; mostly there are none."""
+class Earlier:
+    """Gradients at a forward call: `theirs`, which its backward pass must not add to (mostly there are none), unless it
+    adds to `stepped`, those of optimizers that have stepped since the last update."""
+
+    def __init__(self) -> None:
+        self.theirs: list[_Seen] = []
+        self.stepped: list[_Seen] = []
+
+    def refuse(self, module: Any, ended: bool) -> None:
+        """In the backward pass of that call before rows are updated, or when it has `ended`: UsageError if it has added
+        to them."""
+        # More than one change: it was zeroed in place in between.
+        if any(seen.changes() == 1 for seen in self.theirs) and (ended or not self.stepped):
+            if not any(seen.changes() for seen in self.stepped):
+                raise UsageError(_refusal(module))
+
+
+class _Seen:
+    """A parameter, and its gradient as it was."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.grad, self.version = parameter.grad, 0 if parameter.grad is None else parameter.grad._version
+
+    def changes(self) -> int:
+        """How often it was changed since; 2 if it is another one."""
+        parameter = self.parameter()
+        now = None if parameter is None else parameter.grad
+        if now is None or now is not self.grad:
+            return 0 if now is None else 2
+        return now._version - self.version
+
+
+def earlier_gradients(module: Any) -> Earlier | None:
+    """At a training forward; None: there is nothing that its backward could accumulate."""
     if module.several_updates_a_step:
-        return []
+        return None
     made, known = module.updates_made(), module.updates_known
-    found: Earlier = []
-    for optimizer in [each for each in _stepped if known.get(each, made) != made]:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            grad = parameter.grad
-            if type(grad) is Tensor and grad.layout == torch.strided:
-                module.groups[0].driver.waited("accumulation", 1)
-                if bool(grad.any()):
-                    found.append((weakref.ref(parameter), grad, grad._version))
+    late = [each for each in _stepped if known.get(each, made) != made]
+    found = Earlier()
+    for parameter in (p for optimizer in late for p in _parameters(optimizer)):
+        grad = parameter.grad
+        if type(grad) is Tensor and grad.layout == torch.strided:
+            module.groups[0].driver.waited("accumulation", 1)
+            if bool(grad.any()):
+                found.theirs.append(_Seen(parameter))
+    if not found.theirs:
+        return None
+    others = [each for each in _stepped if known.get(each) == made]
+    found.stepped = [_Seen(p) for optimizer in others for p in _parameters(optimizer) if p.requires_grad]
     return found
 
 
-def refuse_accumulation(module: Any, earlier: Earlier) -> None:
-    """In the backward of that forward, before rows are updated: UsageError if it adds to what was there."""
-    for reference, grad, version in earlier:
-        parameter = reference()
-        # More than one change: it was zeroed in place in between.
-        if parameter is not None and parameter.grad is grad and grad._version == version + 1:
-            raise UsageError(
-                f"gradients are accumulated over several backward passes, but each of them updates the rows of "
-                f'{type(module).__name__} at once; make the module with update="step", call its optimizer.step(), and '
-                f"start the training again, since the first step has had such updates already (or set "
-                f"module.several_updates_a_step = True if that is what you want)."
-            )
+def refuse_accumulation(module: Any, earlier: Earlier | None) -> None:
+    """In the backward of that forward, before rows are updated."""
+    if earlier is not None:
+        earlier.refuse(module, ended=False)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: earlier.refuse(module, ended=True))
+
+
+def _refusal(module: Any) -> str:
+    return (
+        f"gradients are accumulated over several backward passes, but each of them updates the rows of "
+        f'{type(module).__name__} at once; make the module with update="step", call its optimizer.step(), and start '
+        f"the training again, since the first step has had such updates already (or set "
+        f"module.several_updates_a_step = True if that is what you want)."
+    )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer steps: each module should have made one update since the last time."""
-    if getattr(optimizer, "of_tables", False):
-        return
-    _stepped.add(optimizer)
+    tables = getattr(optimizer, "of_tables", False)
+    if not tables:
+        _stepped.add(optimizer)
     for module in list(_watched):
-        made = module.updates_made()
-        fresh = made - module.updates_known.get(optimizer, max(module.updates_known.values(), default=0))
-        module.updates_known[optimizer] = made
-        if fresh and any(p is module.anchor for group in optimizer.param_groups for p in group["params"]):
+        if module.groups[0].deferred is not None:
+            continue
+        own = module.optimizer is optimizer or any(p is module.anchor for p in _parameters(optimizer))
+        if tables and not own:
+            continue
+        made, fresh = _fresh(module, optimizer)
+        if fresh > 1 and own:
+            for group in module.groups:
+                group.count_skipped()  # what the device has skipped was no update
+            made, fresh = _fresh(module, optimizer)
+        module.updates_known[optimizer] = module.updates_seen = made
+        if fresh:
             refuse_replaced(module.anchor)
-        if fresh > 1 and not (module.told_accumulation or module.several_updates_a_step) and _added(optimizer, fresh):
+        if fresh <= 1 or module.several_updates_a_step:
+            continue
+        if not module.told_accumulation and (own or _added(optimizer, fresh)):
             module.told_accumulation = True
             log.warning(
                 "gradients are accumulated, it seems: the rows of %s were updated in each of %d backward passes before "
@@ -90,9 +140,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "its optimizer.step(), or step after each backward (said once)",
                 type(module).__name__, fresh, type(optimizer).__name__,
             )  # fmt: skip
+        elif own:
+            raise UsageError(_refusal(module))
+
+
+def _fresh(module: Any, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Updates that the module has made, and those of them since the optimizer's last step, or since any one's."""
+    made = module.updates_made()
+    return made, made - module.updates_known.get(optimizer, module.updates_seen)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _added(optimizer: torch.optim.Optimizer, times: int) -> bool:
     """Whether a gradient of the optimizer was changed in place as often as that many backward passes do."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return any(p.grad is not None and p.grad._version >= times - 1 for p in parameters)
+    return any(p.grad is not None and p.grad._version >= times - 1 for p in _parameters(optimizer))

@@ -19,7 +19,7 @@ from .driver.base import Verdict
 from .errors import NonFiniteGradientError, UsageError
 from .group import Group
 from .lookups import Lookups
-from .scaling import refuse_unknown_scaler
+from .scaling import pass_may_begin, refuse_wrong_scaler
 from .step import Call
 
 
@@ -85,6 +85,7 @@ class _PooledLookup(torch.autograd.Function):
         ctx.module, ctx.parts, ctx.features = module, parts, features
         ctx.learns = anchor.requires_grad
         ctx.devices = [each.device for each in weights]
+        pass_may_begin()
         ctx.earlier = earlier_gradients(module)
         ctx.set_materialize_grads(False)
         return tuple(_forward(parts, module.output_dtype, training=True))
@@ -92,8 +93,10 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        refuse_unknown_scaler(ctx.module)
-        refuse_accumulation(ctx.module, ctx.earlier)
+        trains = ctx.learns and _asked_for_rows(ctx)
+        if trains:
+            refuse_wrong_scaler(ctx.module, ctx.parts[0].group.deferred is not None)
+            refuse_accumulation(ctx.module, ctx.earlier)
         dims = sorted({each.group.dim for each in ctx.parts})
         by_dim = dict(zip(dims, grads, strict=True))
         received: list[tuple[GroupCall, Tensor]] = []
@@ -109,9 +112,9 @@ class _PooledLookup(torch.autograd.Function):
             received.append((each, matrix))
         verdict = _finite(ctx.module, received)
         weight_grads = _weight_grads(ctx, received)
-        if ctx.learns:
-            if not _asked_for_rows(ctx):
-                return (None, None, None, None, *weight_grads)
+        if ctx.learns and not trains:
+            return (None, None, None, None, *weight_grads)
+        if trains:
             ctx.module.gradients_come()
         for each, matrix in _unscaled(ctx.module, received):
             assert each.call is not None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .driver.base import Verdict
 from .errors import UsageError
+from .scaling import has_unscaled
 
 if TYPE_CHECKING:
     from .group import Group
@@ -37,10 +38,10 @@ class AppliedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         mine = _among(args, AppliedGradient)
         changed = _in_place(name) and name not in _NO_CHANGE  # no optimizer of torch's does
-        if (mine and changed) or any(word in name for word in ("norm", "clamp", "clip")):
+        if (mine and changed) or _written(kwargs, cls) or any(word in name for word in ("norm", "clamp", "clip")):
             raise UsageError(mine[0].sentence if mine else _APPLIED)
         if name == _UNSCALE and not all(gradient.scaler_known for gradient in mine):
             raise UsageError(
@@ -48,25 +49,32 @@ class AppliedGradient(Tensor):
                 "set module.grad_scaler = scaler before the first step."
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return _as_theirs(name, func(*args, **(kwargs or {})), mine)
+            return _as_theirs(func(*args, **kwargs), mine)
 
 
-_VIEWS = ("__get__", "detach", "view", "reshape")  # the first: `.data`
-
-
-def _as_theirs(name: str, out: Any, mine: list[Any]) -> Any:
+def _as_theirs(out: Any, mine: list[Any]) -> Any:
     """`out`, of the class of the gradient whose memory it shows: `grad.data.clamp_()` is as `grad.clamp_()`."""
-    if mine and name in _VIEWS and type(out) is Tensor:
-        view = torch.Tensor._make_subclass(type(mine[0]), out)
-        view.__dict__.update(mine[0].__dict__)
-        return view
+    if mine and type(out) is Tensor and out.layout == torch.strided and out.numel():
+        if out.untyped_storage().data_ptr() == mine[0].untyped_storage().data_ptr():
+            return _like(out, mine[0])
     return out
+
+
+def _like(out: Tensor, mine: Any) -> Any:
+    view = torch.Tensor._make_subclass(type(mine), out)
+    view.__dict__.update(mine.__dict__)
+    return view
 
 
 def _among(args: Any, kind: type) -> list[Any]:
     """The tensors of a class in a function's first argument, which may be a list."""
     first = args[0] if args else None
     return [item for item in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(item, kind)]
+
+
+def _written(kwargs: dict[str, Any], kind: type) -> bool:
+    """Whether a tensor of the class is given as `out=`."""
+    return bool(_among((kwargs.get("out"),), kind))
 
 
 def applied_gradient(verdict: Verdict | None, scaler_known: bool, like: Tensor, of_optimizer: bool = False) -> Tensor:
@@ -103,30 +111,60 @@ def tell_scaler(group: Group) -> None:
 class WaitingGradient(Tensor):
     """The anchor's gradient while row gradients wait for the optimizer's step: their norm.
 
-    What scales it (torch's clip_grad_norm_) scales the rows' gradients too; what could not be passed on to
-    them is refused.  `unscaled`: the module has divided by its GradScaler's scale, so that an optimizer
-    which holds the anchor as well must not do it again.
+    What scales it (torch's clip_grad_norm_, `p.grad = p.grad / 2`) scales the rows' gradients too; what could not be
+    passed on to them is refused.  `scaler`: the module's GradScaler, by whose scale the module has divided, so that an
+    optimizer which holds the anchor as well must not do it again.
     """
 
-    unscaled = False
+    scaler: Any = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         mine = _among(args, WaitingGradient)
         order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-        if mine and (_not_passed_on(name) or ("norm" in name and order not in (2, 2.0, None, "fro"))):
+        norm = bool(mine) and "norm" in name
+        not_passed_on = (mine and _not_passed_on(name)) or _written(kwargs, cls)
+        if not_passed_on or (norm and order not in (2, 2.0, None, "fro")):
+            raise UsageError(f"{name}: {_ONE_NUMBER}")
+        if norm and any(g.scaler is not None and not has_unscaled(g.scaler) for g in mine):
             raise UsageError(
-                f"{name}: the gradients of cdlrm rows wait as one number, their 2-norm, which may only be scaled; use "
-                f"torch.nn.utils.clip_grad_norm_ with norm_type=2, or change the dense parameters' gradients only."
+                f"{name}: gradients are clipped, or their norm is taken, while a GradScaler's scale is still in those "
+                f"of torch's parameters (those of cdlrm rows are without it); call scaler.unscale_(optimizer) before."
             )
         with torch._C.DisableTorchFunctionSubclass():
-            kept = [(g, g.clone()) for g in mine if g.unscaled and name == _UNSCALE]
+            kept = [(g, g.clone()) for g in mine if g.scaler is not None and name == _UNSCALE]
             out = func(*args, **kwargs)
             for gradient, value in kept:
                 gradient.copy_(value)
-            return _as_theirs(name, out, mine)
+            whose = _multiplied(name, args)
+            return _as_theirs(out, mine) if whose is None else _like(out, whose)
+
+
+_ONE_NUMBER = (
+    "the gradients of cdlrm rows wait as one number, their 2-norm, which may only be scaled; use "
+    "torch.nn.utils.clip_grad_norm_ with norm_type=2, or change the dense parameters' gradients only."
+)
+_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
+_QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
+
+
+def _multiplied(name: str, args: Any) -> Any:
+    """The gradient that a function (not in place) only multiplies by a number, or copies; None for other functions."""
+    if name == "clone" and isinstance(args[0], WaitingGradient):
+        return args[0]
+    for mine, other in (args[:2], args[1::-1]) if len(args) == 2 and name in _PRODUCTS + _QUOTIENTS else ():
+        number = isinstance(other, (int, float)) or (type(other) is Tensor and other.numel() == 1)
+        if isinstance(mine, WaitingGradient) and number and (name in _PRODUCTS or mine is args[0]):
+            return mine
+    return None
+
+
+def require_one_number(anchor: Tensor) -> None:
+    """Before rows are updated with gradients that waited: UsageError if the anchor's was replaced by something else
+    than a multiple of it, which cannot be passed on to them."""
+    if anchor.grad is not None and not isinstance(anchor.grad, WaitingGradient):
+        raise UsageError(f"the gradient of a cdlrm module's anchor was replaced, but {_ONE_NUMBER}")
 
 
 _NO_CHANGE = ("zero_", "_foreach_zero_", "requires_grad_", "detach_", _UNSCALE)
@@ -141,9 +179,9 @@ def _not_passed_on(name: str) -> bool:
     return _in_place(name) and name not in _SCALING
 
 
-def waiting_gradient(norm: float, unscaled: bool, like: Tensor) -> WaitingGradient:
-    """For an anchor; `norm` of the row gradients that wait."""
+def waiting_gradient(norm: float, scaler: Any, like: Tensor) -> WaitingGradient:
+    """For an anchor; `norm` of the row gradients that wait; `scaler`: see `WaitingGradient`."""
     value = torch.full((), norm, device=like.device)  # made there: no device is waited for
     out = torch.Tensor._make_subclass(WaitingGradient, value)
-    out.unscaled = unscaled
+    out.scaler = scaler
     return out

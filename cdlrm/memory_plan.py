@@ -12,6 +12,7 @@ Two things are added up.
   activations, and threads.
 
 On a GPU the same is done with its memory and with the host memory that is pinned for it: see `driver/foretell.py`.
+Where rows travel to it with their batches (tables in a file, or not pinned) those are planned too (`memory_moves`).
 
 The peak is the kernel's high-water mark of resident memory (VmHWM), as in the report of a run.
 """
@@ -23,16 +24,20 @@ from typing import Any
 
 import numpy as np
 
+from . import report as reporting
 from .assemble import TABLE_OPTIMIZERS
 from .config import TrainConfig
 from .datasets import Datasets, open_datasets
+from .driver.base import Driver
 from .driver.foretell import Need
+from .driver.tray_sizes import Carried
+from .memory_moves import TEST_BATCHES, planned_moves
 from .memory_parts import Layout, layout_of, parts_of, tables_of
 from .memory_rehearsal import (
-    TEST_BATCHES,
     Cut,
     Peak,
     cut,
+    cut_data,
     horizon_of,
     rehearse,
     rehearsed_batches,
@@ -62,7 +67,8 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
     if peak.driver is not None:
         for each in (layout, small):
             each.apart, each.pinned = True, peak.driver.pins_tables and not each.in_file
-        apart = _on_device(config, data, peak, layout, small, use, used)
+        apart, told = _on_device(config, rehearsal, peak, layout, small, use, used)
+        notes += told
     everything = dataclasses.replace(use, trained=np.full(-(-layout.total_rows // 8), 255, np.uint8))
     parts = parts_of(config, layout, use)
     parts["data, MLPs and libraries"] = max(peak.host - sum(parts_of(config, small, used).values()), 0)
@@ -102,42 +108,82 @@ def plan_memory(config: TrainConfig) -> dict[str, Any]:
 
 
 def _on_device(
-    config: TrainConfig, data: Datasets, peak: Peak, layout: Layout, small: Layout, use: Use, used: Use
-) -> dict[str, Any]:
+    config: TrainConfig, rehearsal: TrainConfig, peak: Peak, layout: Layout, small: Layout, use: Use, used: Use
+) -> tuple[dict[str, Any], list[str]]:
     """`device_parts`, `device_bytes`, `pinned_parts`, `pinned_bytes`: computed for these tables; what a rehearsal on
-    small ones had besides its own is the rest."""
+    small ones had besides its own is the rest.  And notes."""
     assert peak.driver is not None
-    full = peak.driver.foretell(_need(config, data, layout, use, peak))
-    cut = peak.driver.foretell(_need(
-        dataclasses.replace(config, resume=False), data, small, used,
-        dataclasses.replace(peak, read_only=peak.read_only_cut),
-    ))  # fmt: skip
+    driver, data = peak.driver, open_datasets(config, [])
+    need = _need(config, data, layout, use, peak)
+    need_cut = _need(config, data, small, used, dataclasses.replace(peak, read_only=peak.read_only_cut))
+    notes = []
+    if not (layout.resident or layout.pinned):  # rows travel with their plans
+        some = cut_data(rehearsal, open_datasets(config, []), small)
+        cut_run = dataclasses.replace(rehearsal, nepochs=1, test_freq=None)
+        _plan(need_cut, cut_run, some, small)
+        if not _plan(need, rehearsal, data, layout):
+            notes.append(_more_may_travel(driver, need))
+    full, cut = driver.foretell(need), driver.foretell(need_cut)
     assert full is not None and cut is not None
+    own, own_pinned = sum(cut.device.values()), sum(cut.pinned.values())
+    rest, inputs = max(peak.device - own, 0), max(peak.pinned - own_pinned, 0)
+    device = {**full.device, "MLPs, activations and inputs": rest}
+    pinned = {**full.pinned, "inputs": inputs}
+    step = full.device["outputs"] + rest  # what a step needs is gone when it is over, but what is standing
+    idle = peak.standing + inputs  # inputs have as much on the device, where they stay to the end
+    later = {
+        "evaluation": full.evaluating + max(peak.first - cut.first, 0) - step,
+        "ring slots, when rows are written home": full.last - max(step - idle, 0),
+        "records, while they grow": full.growing - max(step - idle, 0),
+    }
+    name = max(later, key=lambda name: later[name])
+    device[name] = max(later[name], 0)
     found: dict[str, Any] = {}
-    inputs = max(peak.pinned - sum(cut.pinned.values()), 0)  # with as much on the device, where they stay to the end
-    for name, most, parts, own in (
-        ("device", peak.device, full.device, cut.device), ("pinned", peak.pinned, full.pinned, cut.pinned)
-    ):  # fmt: skip
+    for where, parts in (("device", device), ("pinned", pinned)):
         parts = {part: size for part, size in parts.items() if size}
-        parts["MLPs, activations and inputs" if name == "device" else "inputs"] = max(most - sum(own.values()), 0)
-        gone = full.device["outputs"] + max(most - sum(own.values()) - inputs, 0)
-        if name == "device" and (more := full.last - gone) > 0:
-            parts["ring slots, when rows are written home"] = more
-        if name == "device" and (more := full.growing - gone + peak.standing) > 0:
-            parts["records, while they grow"] = more
-        found |= {f"{name}_parts": parts, f"{name}_bytes": sum(parts.values())}
-    return found
+        found |= {f"{where}_parts": parts, f"{where}_bytes": sum(parts.values())}
+    return found, notes
+
+
+def _plan(need: Need, config: TrainConfig, data: Datasets, layout: Layout) -> bool:
+    """Plan what the batches of a run move, as far as that is done; whether all of it was, from the beginning."""
+    assert isinstance(config.horizon, int)
+    need.moves, complete = planned_moves(
+        data, layout.rows, layout.slots, horizon=config.horizon, depth=config.prefetch_depth, epochs=config.nepochs,
+        saves_every=config.checkpoint_every, evaluates=config.metrics, evaluates_every=config.test_freq,
+    )  # fmt: skip
+    need.slots = need.moves.slots
+    need.read_only = max((each.distinct for each in need.moves.evaluated), default=0)
+    return complete and not config.resume
+
+
+def _more_may_travel(driver: Driver, need: Need) -> str:
+    """About batches that come later than those that were planned."""
+    assert need.moves is not None
+    planned = [each for each in need.moves.carried if each is not None and each.lookups]
+    columns = zip(*map(dataclasses.astuple, planned), strict=True)
+    lookups, bags, distinct, long_rows, long_chunks, fills, _, _ = map(max, columns)
+    worst = Carried(lookups, bags, distinct, long_rows, long_chunks, fills, copied=fills, evicts=fills)
+    carried = [*need.moves.carried, *[worst, None] * (need.prefetch_depth + 2)]
+    bound = driver.foretell(dataclasses.replace(need, moves=dataclasses.replace(need.moves, carried=carried)))
+    now = driver.foretell(need)
+    assert bound is not None and now is not None
+    more = reporting.size(bound.pinned["ring slots"] - now.pinned["ring slots"])
+    return (
+        f"rows that travel with their batches: counted over the first {len(planned):,} batches, a part of the run; "
+        f"later ones may bring more rows that were trained, for at most {more} more of the device and pinned."
+    )
 
 
 def _need(config: TrainConfig, data: Datasets, layout: Layout, use: Use, peak: Peak) -> Need:
     changed = min(layout.slots, use.rows if config.checkpoint_every is None else use.written)
     return Need(
         tables=len(layout.rows), rows=layout.total_rows, dim=layout.weight_bytes // 4,
-        state_width=layout.state_bytes // 4, slots=max(layout.slots, use.largest), resident=layout.resident,
-        in_file=layout.in_file, prefetch_depth=config.prefetch_depth, batch_size=config.mini_batch_size,
-        features=len(data.features), lookups=use.lookups, distinct=use.largest, long_chunks=use.long_chunks,
-        several=use.several, mean=config.pooling == "mean", written=changed, read_only=peak.read_only,
-        counts_steps=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).counts_steps,
+        state_width=layout.state_bytes // 4, slots=max(layout.slots, use.largest), first_slots=layout.slots,
+        resident=layout.resident, in_file=layout.in_file, prefetch_depth=config.prefetch_depth,
+        batch_size=config.mini_batch_size, features=len(data.features), lookups=use.lookups, distinct=use.largest,
+        long_chunks=use.long_chunks, several=use.several, mean=config.pooling == "mean", written=changed,
+        read_only=peak.read_only, counts_steps=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).counts_steps,
         growing=layout.slots < use.largest,
         saves=_saves(use.batches * config.nepochs, config.checkpoint_every),
     )  # fmt: skip

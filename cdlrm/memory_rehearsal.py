@@ -25,13 +25,14 @@ from .datasets import Datasets, open_datasets
 from .driver.base import Driver
 from .driver.choose import choose
 from .horizon import LEAST_HORIZON, horizon_for
+from .memory_moves import TEST_BATCHES
 from .memory_parts import Layout
 from .memory_use import REHEARSED_BATCHES
+from .progress import Listener
 from .train import Trainer
 
 SMALL_BYTES, MOST_ROWS = 32 << 20, 1 << 16  # of all tables, of each
 SETTLING_BATCHES = 80  # behind a full window: the heap still grows by some 3 % until then
-TEST_BATCHES = 32
 START_ROWS, START_PINNED = 1 << 16, 64 << 20  # what start-up is measured on
 
 
@@ -56,6 +57,13 @@ class Cut:
             cut = sum(int(jagged.values.unique().numel()) for jagged in batch.sparse.values())
             self.largest_cut = max(self.largest_cut, cut)
             yield batch
+
+
+def cut_data(config: TrainConfig, data: Datasets, small: Layout) -> Datasets:
+    """What a rehearsal is trained and evaluated on: two `Cut`s."""
+    train = Cut(data.train, small.rows, rehearsed_batches(config))
+    test = None if data.test is None else Cut(data.test, small.rows, TEST_BATCHES)
+    return Datasets(train, test, data.features, data.num_dense, small.rows)  # type: ignore[arg-type]
 
 
 def cut(layout: Layout) -> Layout:
@@ -90,22 +98,19 @@ class Peak:
 
     host: int
     notes: list[str]  # the first about the device
-    device: int = 0
+    device: int = 0  # until all was trained
     pinned: int = 0
     driver: Driver | None = None
     standing: int = 0  # of `device`, what the MLPs have between two steps
+    first: int = 0  # like `device`, of the evaluation before training, but with all that is standing later
     read_only: int = 0  # distinct rows of the largest evaluated batch
     read_only_cut: int = 0  # and of the largest one of the rehearsal
 
 
 def rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
     """Peak memory after training and evaluating some batches on small tables."""
-    test = None if data.test is None else Cut(data.test, small.rows, TEST_BATCHES)
-    some = Datasets(
-        Cut(data.train, small.rows, rehearsed_batches(config)),  # type: ignore[arg-type]
-        test,  # type: ignore[arg-type]
-        data.features, data.num_dense, small.rows,
-    )  # fmt: skip
+    some = cut_data(config, data, small)
+    test = some.test
     log, level = logging.getLogger("cdlrm"), logging.getLogger("cdlrm").level
     with tempfile.TemporaryDirectory(prefix="cdlrm-dry-run-") as folder:
         settings = dataclasses.replace(
@@ -116,7 +121,8 @@ def rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
         )  # fmt: skip
         log.setLevel(logging.ERROR)  # the small cache may have to grow
         try:
-            with Trainer(settings, data=some) as trainer:
+            with Trainer(settings, heard := _Heard(), data=some) as trainer:
+                heard.trainer = trainer
                 trainer.run()
                 driver = trainer.tables.groups[0].driver
                 most, standing = driver.most_bytes(), _standing(trainer)
@@ -125,11 +131,29 @@ def rehearse(config: TrainConfig, data: Datasets, small: Layout) -> Peak:
     told = [note for note in driver.notes() if not note.startswith("tables:")]  # which are small here
     peak = Peak(reporting.peak_memory_bytes(), list(dict.fromkeys([choose(config.device).reason, *told])))
     if most is not None:
-        peak.device, peak.pinned = most
+        peak.device, peak.pinned = heard.trained, most[1]
         peak.driver, peak.standing = driver, standing
-        if test is not None and config.metrics:
+        if isinstance(test, Cut) and config.metrics:
             peak.read_only, peak.read_only_cut = test.largest, test.largest_cut
+            peak.first = heard.first + standing
     return peak
+
+
+class _Heard(Listener):
+    """How much device memory a `trainer` has used until something happened."""
+
+    trainer: Trainer
+    first = 0  # before training, without what is standing then
+    trained = 0  # after the newest step
+
+    def start(self, total_samples: int | None) -> None:
+        self.first = self._most() - _standing(self.trainer)
+
+    def step(self, samples: int) -> None:
+        self.trained = self._most()
+
+    def _most(self) -> int:
+        return (self.trainer.tables.groups[0].driver.most_bytes() or (0, 0))[0]
 
 
 def _standing(trainer: Trainer) -> int:

@@ -30,7 +30,7 @@ from .autograd import GroupCall, pooled_lookup
 from .driver.base import Verdict
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
-from .gradient import applied_gradient, waiting_gradient
+from .gradient import applied_gradient, require_one_number, waiting_gradient
 from .group import Group
 from .lookups import FeatureSlot, Lookups, flatten, take_copies
 from .machine import available_bytes
@@ -70,6 +70,7 @@ class CachedModule(nn.Module):
         self.output_dtype = torch.float32
         self.grad_scaler: Any = None
         self.updates_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # see `accumulation.py`
+        self.updates_seen = 0
         self.told_accumulation = False
         self.several_updates_a_step = False
         self.newest_pass = 0  # see `scaling.py`
@@ -137,19 +138,22 @@ class CachedModule(nn.Module):
             calls = [call for call in self._waiting(group) if call.owner is self and call.grad is not None]
             squares += group.driver.sum_of_squares(calls, group.dim) if calls else 0.0
         self._norm = math.sqrt(squares)
-        self.anchor.grad = waiting_gradient(self._norm, known and self.grad_scaler.is_enabled(), self.anchor)
+        scaler = self.grad_scaler if known and self.grad_scaler.is_enabled() else None
+        self.anchor.grad = waiting_gradient(self._norm, scaler, self.anchor)
 
     def _waiting(self, group: Group) -> list[Call]:
         return [] if group.deferred is None else group.deferred.calls()
 
     def updates_made(self) -> int:
         """Updates in the backward pass so far (0 with `update="step"`)."""
-        return max(group.updates.number if group.deferred is None else 0 for group in self.groups)
+        return max(group.updates.made if group.deferred is None else 0 for group in self.groups)
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's
         gradient since they came (clipped, zeroed) is done to them, and not to the new ones."""
-        scale = 1.0 if self.groups[0].deferred is None else self.gradient_scale()
+        if not any(call.owner is self for group in self.groups for call in self._waiting(group)):
+            return
+        scale = self.gradient_scale()
         for group in self.groups:
             if group.deferred is not None and scale != 1.0:
                 group.deferred.rescale(lambda call: scale if call.owner is self else 1.0)
@@ -158,6 +162,7 @@ class CachedModule(nn.Module):
         """By what the gradients of this module were scaled since they came; None: they were dropped."""
         if self.anchor.grad is None:
             return None
+        require_one_number(self.anchor)
         self.groups[0].driver.waited("norm", 1)
         now, came = float(self.anchor.grad), float(np.float32(self._norm))
         if now == came or came == 0.0:

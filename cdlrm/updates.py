@@ -31,6 +31,7 @@ class Updates:
         self.resident, self.in_place = resident, in_place
         self.host: CpuDriver = driver.host
         self.number = 0
+        self._suppressed = 0
         self._undecided: list[list[Verdict]] = []  # by update, what the device has not told yet
         self._stamps: np.ndarray | None = None
 
@@ -62,6 +63,11 @@ class Updates:
         self.cache.records.update(Update(self.optimizer, lr, calls, segments, plan, list(verdicts)))
         self.counts.seconds_update += time.perf_counter() - started
 
+    @property
+    def made(self) -> int:
+        """Updates so far, without those of which the device has told that it skipped them."""
+        return self.number - self._suppressed
+
     def _scratch(self) -> np.ndarray:
         slots = self.store.num_rows if self.in_place else int(self.cache.slot_row.size)
         if self._stamps is None or self._stamps.size < slots + 1:
@@ -77,7 +83,9 @@ class Updates:
             if any(verdict.known is None for verdict in verdicts):
                 self._undecided.append(verdicts)
             else:
-                self.counts.skipped_steps += any(verdict.known is False for verdict in verdicts)
+                skipped = any(verdict.known is False for verdict in verdicts)
+                self.counts.skipped_steps += skipped
+                self._suppressed += skipped
 
     def wait(self) -> None:
         """Until the device has told of all updates until now."""

@@ -215,6 +215,8 @@ def test_other_ways_to_clip_are_refused() -> None:
                                   lambda p: [each.grad.mul_(0.5) for each in p],
                                   lambda p: [each.grad.add_(torch.randn_like(each.grad)) for each in p],
                                   lambda p: [each.grad.copy_(each.grad) for each in p],
+                                  lambda p: [each.grad.flatten()[:].mul_(0.5) for each in p],
+                                  lambda p: [torch.mul(each.grad, 0.5, out=each.grad) for each in p],
                                   lambda p: [each.grad.data.div_(2) for each in p]])  # fmt: skip
 def test_clipping_after_updates_in_the_backward_pass_is_refused(clip: Any) -> None:
     ours, _ = pair(update="backward")
@@ -224,29 +226,59 @@ def test_clipping_after_updates_in_the_backward_pass_is_refused(clip: Any) -> No
     clip_grad_norm_(ours.model.dense.parameters(), 0.1)
 
 
-def test_gradients_replaced_after_updates_in_the_backward_pass_are_refused() -> None:
+@pytest.mark.parametrize("held", [True, False])
+def test_gradients_replaced_after_updates_in_the_backward_pass_are_refused(held: bool) -> None:
     ours, _ = pair(update="backward")
-    every = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    parameters = ours.model.parameters() if held else ours.model.dense.parameters()
+    every = torch.optim.SGD(parameters, lr=0.1)
     for scale in (None, 0.5):
         ours.model(batches(1)[0]).sum().backward()
         for each in ours.model.parameters():
             each.grad = each.grad if scale is None else each.grad * scale
         with pytest.raises(UsageError, match="was replaced") if scale else contextlib.nullcontext():
             every.step()
-        every.zero_grad()
+        ours.model.zero_grad()
         every.step()  # nothing came since
 
 
-def test_a_gradient_replaced_before_the_step_counts_for_the_rows() -> None:
+MULTIPLES: list[Callable[[Tensor], Tensor]] = [
+    lambda g: g * 0.5, lambda g: 0.5 * g, lambda g: g / 2, lambda g: torch.tensor(0.5) * g, lambda g: g.clone(),
+    lambda g: torch.div(g, torch.tensor(2.0)), lambda g: g.clone().mul_(0.25),
+]  # fmt: skip
+OTHERS: list[Callable[[Tensor], Tensor]] = [
+    lambda g: g.clamp(-0.01, 0.01), lambda g: g.sign(), lambda g: g + 0.01, lambda g: g - g.mean(), lambda g: g * g,
+    lambda g: 1 / g, lambda g: torch.zeros_like(g), lambda g: torch.clamp(g, -1, 1, out=g), lambda g: g + g,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("multiple", MULTIPLES)
+def test_a_multiple_in_place_of_a_gradient_counts_for_the_rows(multiple: Callable[[Tensor], Tensor]) -> None:
     ours, theirs = pair(update="step")
     for trainer in (ours, theirs):
         for ids in batches(5):
             trainer.model(ids).square().mean().backward()
             for each in trainer.model.parameters():
-                each.grad = each.grad * 0.5
+                each.grad = multiple(each.grad)
             trainer.step()
             trainer.zero_grad()
     same(ours, theirs)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("other", OTHERS)
+def test_something_else_in_place_of_a_gradient_is_refused(other: Callable[[Tensor], Tensor], again: bool) -> None:
+    ours, _ = pair(update="step")
+    before = [module.weight.clone() for module in (ours.model.bag, ours.model.table)]
+    ours.model(batches(1)[0]).square().mean().backward()
+    with pytest.raises(UsageError, match="wait as one number"):
+        for each in ours.model.parameters():
+            each.grad = other(each.grad)
+        if again:
+            ours.model(batches(1)[0]).square().mean().backward()
+        else:
+            ours.step()
+    for module, weight in zip((ours.model.bag, ours.model.table), before, strict=True):
+        close(module.weight, weight)
 
 
 @pytest.mark.parametrize("look", [False, True])
@@ -434,8 +466,7 @@ def test_non_finite_gradients_without_a_scaler() -> None:
         assert not torch.equal(skipping.weight, before)
 
 
-@pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("given", ["none", "another"])
+@pytest.mark.parametrize("update, given", [("backward", "none"), ("step", "none"), ("backward", "another")])
 def test_a_scaler_that_the_module_does_not_know_is_refused(update: str, given: str) -> None:
     """Its rows would be updated with gradients that are 64 times too large."""
     ours, _ = pair(update=update)
@@ -470,6 +501,10 @@ UNSCALED: dict[str, Callable[[Tensor], Tensor]] = {
     "times a constant": lambda out: 0.5 * out.mean(),
     "weighted": lambda out: (out * torch.full((2,), 64.0)).sum(),
 }
+
+
+def fails(grad: Tensor) -> None:
+    raise RuntimeError("out of memory")
 
 
 class BesideAnother:
@@ -526,10 +561,83 @@ def test_the_scaler_of_another_model_is_no_concern(name: str, update: str) -> No
                 loop.bag.optimizer.step()
             else:
                 loop.scaled_step()
-    try:  # a pass with a mark that fails does not count for the next
-        (loop.scaler.scale(loop.rows().sum())).backward()
-    except UsageError:
+    for fail in range(2):  # a pass with a mark that fails does not count for the next
+        with pytest.raises(RuntimeError if fail else UsageError):
+            failing = loop.models[1](torch.ones(1, 2))
+            failing.register_hook(fails)
+            loop.scaler.scale(failing.sum() if fail else loop.rows().sum()).backward()
         UNSCALED[name](loop.rows()).backward()
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_a_failed_pass_does_not_hide_an_unknown_scaler(update: str) -> None:
+    loop = BesideAnother(update)
+    loop.bag.grad_scaler = loop.scaler
+    failing = loop.models[1](torch.ones(1, 2))
+    failing.register_hook(fails)
+    with pytest.raises(RuntimeError):
+        loop.scaler.scale(failing.sum()).backward()
+    other = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if update == "backward":
+        with pytest.raises(UsageError, match="was given another one"):
+            other.scale(loop.rows().sum()).backward()
+    else:
+        with pytest.raises(UsageError, match="was not scaled by its scale"):
+            loop.rows().sum().backward()
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_a_loss_that_the_modules_scaler_did_not_scale_is_refused(update: str) -> None:
+    """The rows' gradients would be divided by a scale that they do not have, as when AMP is switched off."""
+    loop = BesideAnother(update)
+    loop.bag.grad_scaler = loop.scaler
+    loop.scaler.scale(loop.rows().sum()).backward()
+    loop.bag.optimizer.step()
+    before = loop.bag.weight.clone()
+    with pytest.raises(UsageError, match=r"was not scaled by its scale\(\).*grad_scaler = None"):
+        loop.rows().sum().backward()
+    close(loop.bag.weight, before)
+    loop.bag.grad_scaler = None  # what the sentence says
+    loop.rows().sum().backward()
+    loop.bag.optimizer.step()
+    assert not torch.equal(loop.bag.weight, before)
+
+
+def test_one_scaler_a_network_where_gradients_wait() -> None:
+    """The gradients that another network's pass leaves are dropped by zero_grad, and divided by our scaler else."""
+    ours, theirs = twins("EmbeddingBag", 9, 2, {"optimizer": cdlrm.SGD(lr=0.1), "update": "step"})
+    for module in (ours, theirs):
+        own, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 64.0))
+        if module is ours:
+            ours.grad_scaler = own
+        update = ours.optimizer if module is ours else torch.optim.SGD(theirs.parameters(), lr=0.1)
+        for drop in (True, False, True, False):
+            other.scale(module(torch.tensor([[1, 2], [3, 1]])).square().sum()).backward()
+            if drop:
+                update.zero_grad()
+            own.scale(module(torch.tensor([[1, 2], [3, 4]])).square().sum()).backward()
+            own.step(update)
+            own.update()
+            update.zero_grad()
+    close(ours.weight, theirs.weight)
+
+
+def test_norms_before_the_scale_is_out_are_refused() -> None:
+    """The rows' gradients are without the scale, torch's have it until `unscale_`: one norm of both is none."""
+    ours, _ = pair(update="step")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    ours.model.bag.grad_scaler = ours.model.table.grad_scaler = scaler
+    for _ in range(2):
+        scaler.scale(ours.model(batches(1)[0]).sum()).backward()
+        with pytest.raises(UsageError, match=r"scaler\.unscale_\(optimizer\) before"):
+            clip_grad_norm_(ours.model.parameters(), 1.0)
+        for each in ours.all:
+            scaler.unscale_(each)
+        clip_grad_norm_(ours.model.parameters(), 1.0)
+        for each in ours.all:
+            scaler.step(each)
+        scaler.update()
+        ours.zero_grad()
 
 
 def test_a_scaled_pass_around_another_is_noticed() -> None:
@@ -593,6 +701,91 @@ def test_accumulating_with_updates_in_the_backward_pass_is_refused(look: bool, z
     with pytest.raises(UsageError, match="gradients are accumulated"):
         looping(3, zero, look)
     looping(1, zero, look)
+
+
+@pytest.mark.parametrize("holds", ["tables", "anchors", "tables, stepped less"])
+def test_accumulating_rows_alone_is_refused(holds: str) -> None:
+    """What steps the rows should do so once an update; the first time that it does not is told in the log."""
+    for k in (1, 3):
+        bag = cdlrm.EmbeddingBag(20, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1))
+        dense = nn.Linear(4, 1)
+        each_batch = torch.optim.SGD(dense.parameters(), lr=0.1)
+        steps = torch.optim.SGD(bag.parameters(), lr=0.1) if holds == "anchors" else bag.optimizer
+        with contextlib.nullcontext() if k == 1 else pytest.raises(UsageError, match="gradients are accumulated"):
+            for i in range(12):
+                out = bag(torch.tensor([[i % 20, 3]]))
+                (dense(out) if "less" in holds else out).sum().backward()
+                if "less" in holds:
+                    each_batch.step()
+                    each_batch.zero_grad()
+                if i % k == k - 1:
+                    steps.step()
+                    steps.zero_grad()
+        assert bag.told_accumulation == (k > 1)
+
+
+@pytest.mark.parametrize("poison", [set(), {3, 4}])
+def test_a_step_that_a_scaler_skips_is_no_accumulation(poison: set[int]) -> None:
+    bag = cdlrm.EmbeddingBag(20, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1))
+    steps = torch.optim.SGD(bag.parameters(), lr=0.1)
+    scaler = bag.grad_scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for i in range(12):
+        scaler.scale(bag(torch.tensor([[i, 3]])).sum() * (float("inf") if i in poison else 1.0)).backward()
+        for each in (steps, bag.optimizer):
+            scaler.step(each)
+        scaler.update()
+        steps.zero_grad()
+    assert bag.stats()["skipped_steps"] == len(poison) and not bag.told_accumulation
+
+
+class Upstream(nn.Module):
+    """Whose dense parameters are all computed before the lookup, so that their gradients come after the rows'."""
+
+    def __init__(self, weights: bool) -> None:
+        super().__init__()
+        self.dense = nn.Linear(3, 3 if weights else 4)
+        self.item = cdlrm.EmbeddingBag(40, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1))
+        self.weights = weights
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.dense(ids.float())
+        return self.item(ids, per_sample_weights=x) if self.weights else x * self.item(ids)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_accumulating_is_refused_where_dense_gradients_come_late(weights: bool) -> None:
+    for k in (3, 1):
+        model = Upstream(weights)
+        update = torch.optim.SGD(model.dense.parameters(), lr=0.01)
+        with contextlib.nullcontext() if k == 1 else pytest.raises(UsageError, match="gradients are accumulated"):
+            for i, ids in enumerate(batches(12)):
+                model(ids).mean().backward()
+                if i % k == k - 1:
+                    update.step()
+                    update.zero_grad()
+
+
+def test_networks_that_are_stepped_in_turn_do_not_accumulate() -> None:
+    """Two steps of a generator with our rows for one of a discriminator, whose gradients G's passes leave."""
+    make, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    bag = cdlrm.EmbeddingBag(40, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1))
+    one, other = torch.optim.SGD(make.parameters(), lr=0.001), torch.optim.SGD(judge.parameters(), lr=0.001)
+    for ids in batches(5):
+        other.zero_grad()
+        judge(make(bag(ids)).detach()).sum().backward()
+        other.step()
+        for _ in range(2):
+            one.zero_grad()
+            judge(make(bag(ids))).sum().backward()
+            one.step()
+    # And a second phase, which steps a part only.
+    both, part = (torch.optim.SGD(p, lr=0.001) for p in ([*make.parameters(), *judge.parameters()], judge.parameters()))
+    for i, ids in enumerate(batches(10)):
+        update = both if i < 5 else part
+        update.zero_grad()
+        judge(make(bag(ids))).sum().backward()
+        update.step()
+    assert not bag.told_accumulation
 
 
 def test_accumulating_is_refused_whatever_other_models_step_between() -> None:

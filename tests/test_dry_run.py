@@ -15,10 +15,13 @@ import pytest
 from emulated import Emulated, use
 from emulator.compile import compiler
 
-from cdlrm import memory_parts, memory_plan, memory_use
+from cdlrm import memory_moves, memory_parts, memory_plan, memory_rehearsal, memory_use, runtime
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.datasets import open_datasets
+from cdlrm.driver.staging import LEAST_BYTES
+from cdlrm.driver.tray_sizes import ring_bytes
+from cdlrm.memory_moves import planned_moves
 from cdlrm.memory_parts import Layout, tables_of
 from cdlrm.memory_plan import plan_memory
 from cdlrm.memory_text import render_plan
@@ -156,6 +159,10 @@ def test_wrong_flags_are_noticed_by_the_dry_run_too(capsys: pytest.CaptureFixtur
 
 # --- on a GPU ---
 
+LARGE: dict[str, Any] = {
+    "synthetic_rows": "600000-400000-100000-60000", "mini_batch_size": 1024, "test_mini_batch_size": 512,
+    "cache_rows": 5000, "arch_sparse_feature_size": 64, "arch_mlp_bot": "13-16-64", "small_bytes": 2 << 20,
+}  # fmt: skip
 ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
     "zero copy": (True, {"optimizer": "rowwise-adagrad"}),
     "staged": (False, {"optimizer": "sgd"}),
@@ -177,6 +184,13 @@ ON_GPU: dict[str, tuple[bool, dict[str, Any]]] = {
                "synthetic_rows": "2000000-500000-5000-300", "prefetch_depth": 3},
     ),
     "file": (False, {"store": "file:tables", "metrics": False}),
+    # Rows travel with their plans, and the rehearsal's tables (of `small_bytes`) are smaller, so it moves other rows.
+    "file, large records": (False, {**LARGE, "store": "file:tables", "metrics": False, "num_batches": 30}),
+    "file, uniform": (
+        False, {**LARGE, "store": "file:tables", "metrics": False, "synthetic_zipf": 0.3, "num_batches": 30},
+    ),
+    "staged, large records": (False, LARGE),
+    "staged, large records, a cache that grows": (False, {**LARGE, "cache_rows": 500}),
 }
 
 
@@ -189,8 +203,10 @@ def test_real_device_and_pinned_bytes_agree_within_5_percent(
     monkeypatch.chdir(tmp_path)
     use(monkeypatch, check=False, compare=0)
     monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver if zero_copy else Emulated.staged_driver)
+    changes = dict(changes)
+    monkeypatch.setattr(memory_rehearsal, "SMALL_BYTES", changes.pop("small_bytes", memory_rehearsal.SMALL_BYTES))
     if "checkpoint_every" in changes:
-        changes = {**changes, "checkpoint_dir": str(tmp_path / "kept")}
+        changes["checkpoint_dir"] = str(tmp_path / "kept")
     settings = {
         "synthetic_rows": "200000-100000-5000-300", "mini_batch_size": 512, "test_mini_batch_size": 2048,
         "num_batches": 10, "arch_mlp_bot": "13-16-16", "arch_mlp_top": "8-1", "horizon": 4, **changes,
@@ -210,6 +226,49 @@ def test_real_device_and_pinned_bytes_agree_within_5_percent(
     assert ("filling the resident rows" in plan["start_seconds"]) == (changes.get("cache_ratio") == 1.0)
     assert all(seconds > 0 for seconds in plan["start_seconds"].values())
     assert ("pinned" in render(report)) and "device" in text
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated GPU cannot compile kernels")
+def test_moves_are_planned_as_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are filled, copied and written home, over two epochs with checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runtime, "PATIENCE_SECONDS", 60.0)  # no window is short because the machine is busy
+    use(monkeypatch, check=False, compare=0)
+    monkeypatch.setattr(Emulated, "driver", Emulated.staged_driver)
+    config = TrainConfig(
+        synthetic_rows="20000-5000-300", mini_batch_size=128, num_batches=12, nepochs=2, cache_rows=1200, horizon=4,
+        prefetch_depth=2, checkpoint_every=5, checkpoint_dir=str(tmp_path / "kept"), arch_mlp_bot="13-16-16",
+    )  # fmt: skip
+    data = open_datasets(config, [])
+    moves, complete = planned_moves(
+        data, data.table_rows, 1200, horizon=4, depth=2, epochs=2, saves_every=5, evaluates=True
+    )
+    with Trainer(config) as trainer:
+        trainer.run()
+        group, stats = trainer.tables.groups[0], trainer.tables.stats()
+    carried = [each for each in moves.carried if each is not None]
+    assert complete and [each.lookups > 0 for each in carried].count(True) == 24 == moves.carried.count(None)
+    assert sum(each.fills for each in carried) == stats["fills"]
+    assert 0 < sum(each.copied for each in carried) == stats["fills_copied"]
+    assert sum(each.evicts for each in carried) == group.cache.moves.rows_written
+    monkeypatch.setattr(memory_moves, "COUNTED_BATCHES", 9)
+    some, complete = planned_moves(data, data.table_rows, 1200, horizon=4, depth=2)
+    assert not complete and some.carried.count(None) == 9
+    plan = plan_memory(config)
+    (note,) = (note for note in plan["notes"] if note.startswith("rows that travel"))
+    assert "over the first 9 batches, a part of the run" in note and "KiB more" in note
+
+
+def test_trays_take_turns_and_grow_by_a_quarter() -> None:
+    """A tray whose batch has not ended is not used again; a move outside of plans takes the one that waits longest."""
+    plan = (100_000, True)
+    assert ring_bytes([plan, None] * 9, limit=3) == 3 * 125_000
+    assert ring_bytes([plan, plan, (125_000, False), None, (10, False), (125_001, False)], limit=3) == (
+        156_251 + 125_000 + 156_250
+    )
+    assert ring_bytes([plan, plan, plan, plan], limit=3) == 4 * 125_000
+    assert ring_bytes([(100_000, False), (1, False), *[(125_001, False)] * 2], limit=2) == 2 * 156_251
+    assert ring_bytes([(1, False)] * 2, limit=3) == 2 * LEAST_BYTES
 
 
 def test_no_device_memory_on_the_cpu() -> None:

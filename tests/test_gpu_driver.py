@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -105,8 +106,8 @@ def test_waits_for_numbers_that_torch_keeps_on_the_device_are_counted(monkeypatc
         scaler.update()
         ebc.optimizer.zero_grad()
     waits = backend_of(ebc).traffic.synchronizations
-    # The driver makes the norm; it is read by the step, and by the next backward pass.
-    assert (waits["scale"], waits["norm"]) == (3, 3 + 3 + 2)
+    # The driver makes the norm; it is read by the step.
+    assert (waits["scale"], waits["norm"]) == (3, 3 + 3)
     ebc.close()
     dense = torch.nn.Linear(4, 1)
     twice = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)
@@ -593,6 +594,24 @@ def test_factors_and_sums_grow_without_a_wait(monkeypatch: Any) -> None:
     train(ebc, oracle := Oracle(some, spec), inputs)
     assert backend_of(ebc).traffic.synchronizations["growth"] == waits
     same_tables(ebc, oracle, "end")
+    ebc.close()
+
+
+def test_trays_that_grow_are_counted_as_waits_and_are_few(monkeypatch: Any) -> None:
+    """Pinning may wait for the device: once for a tray, then for each quarter that its plans grow by, then never."""
+    use(monkeypatch, 3, check=False, compare=0)
+    monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
+    rng, some, sizes = np.random.default_rng(0), tables(1, rows=40), [1000 + 60 * j for j in range(60)]
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=40)
+    waits, ring = backend_of(ebc).traffic.synchronizations, ebc.groups[0].records.transfers.ring
+    start = waits["trays"]
+    train(ebc, oracle := Oracle(some, cdlrm.SGD(lr=0.1)), [one_hot(rng, some, size) for size in sizes])
+    made, grown = len(ring.trays), waits["trays"] - start - len(ring.trays)
+    assert 0 < made <= ring.limit
+    assert made <= grown <= made * math.ceil(math.log(sizes[-1] / sizes[0]) / math.log(1.25))
+    before = waits["trays"]
+    train(ebc, oracle, [one_hot(rng, some, sizes[-1]) for _ in range(8)])
+    assert waits["trays"] == before
     ebc.close()
 
 

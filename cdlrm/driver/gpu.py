@@ -1,6 +1,6 @@
 """`GpuDriver`: the seam by launches of the kernels in `cuda/` on a `Backend`; the CPU driver's results, bit for bit.
 
-It never waits for the device on the training path, except where a tray of a ring is still in use (see
+It never waits for the device on the training path, except where a tray of a ring is still in use or too small (see
 `staging`).  `backend.traffic` counts launches, copies, bytes and waits.
 """
 

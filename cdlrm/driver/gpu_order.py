@@ -7,7 +7,8 @@ torch's current stream; events order them:
 * a kernel comes after the transfers of its plan (`Tray.ready`), or, for rows that no plan knows of, after all.
 
 In a steady step the host waits only for a tray of the ring whose batch has not run, or for staged rows to land.
-Growth, moves outside of plans and `update="step"` wait too; `traffic.synchronizations` counts each by its reason.
+Growth, trays that are made or become larger (see `staging`), moves outside of plans and `update="step"` wait too;
+`traffic.synchronizations` counts each by its reason.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 A `Tray` is a pinned buffer and a device buffer of one layout.  The trays of a group form a ring: a tray is used
 again only after the event that its batch ended with, so that the host never runs further ahead of the device than
 the ring is long.
+
+What does not fit its tray gets a larger one, a quarter larger than is needed.  Pinning memory, and giving it back, can
+wait for all that the device has to do, so each time is counted as a wait, of reason "trays".  It is rare: a tray is
+made once, and grows at most log(most bytes / first bytes) / log(1.25) times.
 """
 
 from __future__ import annotations
@@ -99,6 +103,7 @@ class Ring:
         backend = self.backend
         if tray.pinned is None or tray.pinned.array.nbytes < layout.nbytes:
             size = max(LEAST_BYTES, layout.nbytes + layout.nbytes // 4)
+            backend.traffic.synchronizations["trays"] += 1
             tray.pinned = tray.device = None
             tray.pinned, tray.device = backend.pinned(size), backend.alloc(size)
             # torch may have freed this memory a moment ago, with work on it still to come on its own stream
