@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import CacheTooSmallError, ConfigError
 from ..machine import cores
 from . import kernels as k
+from .phase import Phase
 from .plan import Plan
 from .shards import Shards
 
@@ -127,9 +128,9 @@ class Planner:
         batch, n, shards = self.scanned, int(rows.size), self._shards
         shards.make_room()
         if self.shards == 1:
-            parts, index, bounds = rows, NO_INDEX, np.array([[0, n]])
+            parts, index, bounds, before = rows, NO_INDEX, np.array([[0, n]]), list[Phase]()
         else:
-            parts, index, bounds = self._partition(rows)
+            parts, index, bounds, *before = self._partition(rows)
         entry, at = np.empty(n, np.int32), np.full(self.shards, -1, np.int64)
 
         def scan(first: int, last: int) -> None:
@@ -138,15 +139,15 @@ class Planner:
                 shards.fifo, shards.start, shards.listed, shards.regs,
             )  # fmt: skip
 
-        self._each(self.shards, scan, n)
+        self._run([*before, Phase(self.shards, scan)], n)
         while (at < n).any():
             shards.grow_rings()
-            self._each(self.shards, scan, n)
+            self._run([Phase(self.shards, scan)], n)
         self._waiting.append(_Scanned(entry, index, bounds, int(shards.distinct(batch).sum())))
         return batch
 
-    def _partition(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The lookups in pieces, each by shard: rows, lookup numbers, bounds."""
+    def _partition(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, Phase]:
+        """The lookups in pieces, each by shard: rows, lookup numbers, bounds; once the phase was run."""
         n = int(rows.size)
         threads = self._threads_for(n)
         pieces = 1 if threads == 1 else PIECES * threads
@@ -159,8 +160,7 @@ class Planner:
                 begin, end = n * p // pieces, n * (p + 1) // pieces
                 k.partition(rows, begin, end, self.shards, bounds[p], parts, index)
 
-        self._each(pieces, partition, n)
-        return parts, index, bounds
+        return parts, index, bounds, Phase(pieces, partition)
 
     @property
     def newest_distinct(self) -> int:
@@ -199,13 +199,13 @@ class Planner:
         self._waiting.popleft()
         self._needs_victim = None
         depth = max(self.prefetch_depth, hold)
-        plan = self._run(batch, depth, waiting)
+        plan = self._make(batch, depth, waiting)
         plan.grows = grows
         if grows:
             plan.wait_for = batch - 1  # the arrays move
         return plan
 
-    def _run(self, batch: int, depth: int, waiting: _Scanned) -> Plan:
+    def _make(self, batch: int, depth: int, waiting: _Scanned) -> Plan:
         lookups, total, shards = int(waiting.entry.size), waiting.distinct, self._shards
         lookup_start, entry_start = np.empty(self.shards + 1, np.int64), np.empty(self.shards + 1, np.int64)
         k.sections(batch, waiting.bounds, shards.start, lookup_start, entry_start)
@@ -222,7 +222,7 @@ class Planner:
                 evict_rows, evict_slots, out,
             )  # fmt: skip
 
-        self._each(self.shards, plan, lookups)
+        self._run([Phase(self.shards, plan)], lookups)
         fills = k.close_up(entry_start, out[:, 0], fill_rows, fill_slots)
         evicts = k.close_up(entry_start, out[:, 1], evict_rows, evict_slots)
         return Plan(
@@ -258,22 +258,22 @@ class Planner:
     def _threads_for(self, lookups: int) -> int:
         return max(1, min(self.threads, lookups // LOOKUPS_PER_THREAD))
 
-    def _each(self, count: int, run: Callable[[int, int], None], lookups: int) -> None:
-        """`run` on the range [0, count), or on its members, on as many threads as the lookups are worth; whoever is
-        free takes the next one."""
-        threads = min(self._threads_for(lookups), count)
+    def _run(self, phases: Sequence[Phase], lookups: int) -> None:
+        """Phase after phase, on as many threads as the lookups are worth."""
+        threads = min(self._threads_for(lookups), max(phase.count for phase in phases))
         if threads == 1:
-            run(0, count)
+            for phase in phases:
+                phase.run(0, phase.count)
             return
-        waiting = deque(range(count))
 
         def work() -> None:
-            while waiting:
-                try:
-                    item = waiting.popleft()
-                except IndexError:  # another thread was faster
-                    return
-                run(item, item + 1)
+            try:
+                for phase in phases:
+                    phase.work()
+            except BaseException:
+                for phase in phases:
+                    phase.give_up()
+                raise
 
         others = [self._threads_pool().submit(work) for _ in range(threads - 1)]
         try:
