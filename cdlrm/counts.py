@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .plan import MinCounter, Plan
-from .plan.kernels import tables_of
+from .plan.tables import tables_of
 
 NO_TABLES = np.empty(0, np.int32)
 

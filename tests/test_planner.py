@@ -19,7 +19,7 @@ from reference_min import (
 )
 
 from cdlrm.errors import CacheTooSmallError
-from cdlrm.plan import MinCounter, Planner
+from cdlrm.plan import MinCounter, Planner, plan_kernels
 from cdlrm.plan import kernels as k
 
 FIELDS = (
@@ -361,15 +361,20 @@ def test_plans_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     assert not any(t.name.startswith("cdlrm-plan") for t in threading.enumerate()), "close ends them"
 
 
-def test_an_error_in_a_shard_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(first: int, last: int, *arrays: np.ndarray) -> None:
-        if first == 3:
+@pytest.mark.parametrize("kernel", ["partition", "scan_shards", "plan_shards"])
+def test_an_error_in_a_thread_reaches_the_caller(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(first: Any, *arrays: Any) -> None:
+        if kernel == "partition" or first == 3:
             raise MemoryError("injected")
 
     planner = Planner(60_000, 40_000, 1, 4, threads=2)
-    monkeypatch.setattr(k, "scan_shards", fail)
+    planner.scan(np.arange(50_000))
+    monkeypatch.setattr(plan_kernels if kernel == "plan_shards" else k, kernel, fail)
     with pytest.raises(MemoryError, match="injected"):
-        planner.scan(np.arange(50_000))
+        if kernel == "plan_shards":
+            planner.plan()
+        else:
+            planner.scan(np.arange(50_000))
     planner.close()
 
 

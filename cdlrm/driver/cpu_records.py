@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..lookups import Lookups
 from ..optim import Adam
-from ..plan.kernels import tables_of
+from ..plan.tables import tables_of
 from .base import Records, Update, merged_rows, merged_weights, used_tables
 from .cpu import CpuDriver, stacked
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..lookups import Lookups
-from ..plan.kernels import tables_of
+from ..plan.tables import tables_of
 from . import signatures
 from .base import Segments, merged_rows, used_tables
 from .staging import Layout

@@ -3,7 +3,7 @@
 `scan(rows)` lets one more batch into the window; `plan()` plans the oldest scanned batch with what
 is known by then.  Plans depend on ids, settings and the order of these calls alone: no clock, no
 threads, no device.  Rows are split by hash over independent shards (their number is a function of
-`cache_rows`), which may run on any number of threads.  The inner loops are in `kernels.py`.
+`cache_rows`), which may run on any number of threads.  The inner loops are in `kernels.py` and `plan_kernels.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import CacheTooSmallError, ConfigError
 from ..machine import cores
 from . import kernels as k
+from . import plan_kernels
 from .phase import Phase
 from .plan import Plan
 from .shards import Shards
@@ -208,7 +209,7 @@ class Planner:
     def _make(self, batch: int, depth: int, waiting: _Scanned) -> Plan:
         lookups, total, shards = int(waiting.entry.size), waiting.distinct, self._shards
         lookup_start, entry_start = np.empty(self.shards + 1, np.int64), np.empty(self.shards + 1, np.int64)
-        k.sections(batch, waiting.bounds, shards.start, lookup_start, entry_start)
+        plan_kernels.sections(batch, waiting.bounds, shards.start, lookup_start, entry_start)
         slots, seg_lookup, seg_start = (np.empty(size, np.int32) for size in (lookups, lookups, total + 1))
         seg_start[total] = lookups
         entry_slot, fill_slots, evict_slots = (np.empty(total, np.int32) for _ in range(3))
@@ -216,15 +217,15 @@ class Planner:
         out = np.empty((self.shards, 16), np.int64)  # a cache line each, and a gap
 
         def plan(first: int, last: int) -> None:
-            k.plan_shards(
+            plan_kernels.plan_shards(
                 first, last, self.shards, depth, waiting.bounds, waiting.entry, waiting.index, lookup_start,
                 entry_start, *shards.arrays, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots,
                 evict_rows, evict_slots, out,
             )  # fmt: skip
 
         self._run([Phase(self.shards, plan)], lookups)
-        fills = k.close_up(entry_start, out[:, 0], fill_rows, fill_slots)
-        evicts = k.close_up(entry_start, out[:, 1], evict_rows, evict_slots)
+        fills = plan_kernels.close_up(entry_start, out[:, 0], fill_rows, fill_slots)
+        evicts = plan_kernels.close_up(entry_start, out[:, 1], evict_rows, evict_slots)
         return Plan(
             batch, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows[:fills], fill_slots[:fills],
             evict_rows[:evicts], evict_slots[:evicts],
