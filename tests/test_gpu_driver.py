@@ -108,6 +108,7 @@ def test_waits_for_numbers_that_torch_keeps_on_the_device_are_counted(monkeypatc
     waits = backend_of(ebc).traffic.synchronizations
     # The driver makes the norm; it is read by the step.
     assert (waits["scale"], waits["norm"]) == (3, 3 + 3)
+    assert waits["trays"] <= 5, "one for the seeds, three for the plans, one for all norms"
     ebc.close()
     dense = torch.nn.Linear(4, 1)
     twice = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)

@@ -57,6 +57,7 @@ class GpuDriver(Driver):
         self.host = CpuDriver()
         self.transfer = backend.new_stream()
         self.verdicts = Verdicts(backend)
+        self._norms = Ring(backend, self.transfer, 1)  # of gradients that wait, one after the other
         self._open = 0  # records that are in use
         self._notes = [why] if why else []
 
@@ -195,9 +196,8 @@ class GpuDriver(Driver):
         add_inputs(layout, lookups[0])
         weights = merged_weights(lookups)
         long = add_update(layout, segments, lookups, weights, True)
-        ring = Ring(backend, stream)
-        tray = ring.take(layout)
-        ring.upload(tray, stream)
+        tray = self._norms.take(layout)
+        self._norms.upload(tray, stream)
         sums = backend.output((len(rows), dim), torch.float32)
         backend.clear(backend.address(sums), 4 * sums.numel(), stream)
         grads = [call.grad for call in calls if call.grad is not None]
@@ -210,11 +210,13 @@ class GpuDriver(Driver):
         launcher.apply(records, formula.number, tray, len(rows), long, source, formula.values(optimizer, -1.0),
                        {"flag": 0, "number": 0, "sticky": 0}, stream)  # fmt: skip
         backend.synchronize(backend.record(stream), "norm")
+        self._norms.give_back(tray, None)
         backend.hand_over(stream)
         return float(sums.double().square().sum())
 
     def close(self) -> None:
         """Nothing, while records of another group are in use."""
         if self._open == 0:
+            self._norms.close()
             self.host.close()
             self.backend.close()
