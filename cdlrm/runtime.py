@@ -28,6 +28,7 @@ from .group import Group
 from .horizon import HorizonChooser
 from .interrupt import interrupt_later
 from .lookups import Lookups
+from .machine import give_way
 from .plan import Plan, Planner
 
 log = logging.getLogger("cdlrm")
@@ -269,6 +270,8 @@ class Pipeline:
             self.condition.notify_all()
 
     def _loop(self, stage: Stage) -> None:
+        if stage is not self.reader and all(group.driver.device.type == "cpu" for group in self.groups):
+            give_way()  # to the trainer, which computes on the same cores; the loader is the user's
         while not self.stopped:
             seen = self.version
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
 import threading
@@ -863,6 +864,22 @@ def test_a_failure_in_a_thread_reaches_the_caller(
         look.close()
     r.ebc.close()
     assert not ours(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities of threads here")
+def test_planner_and_transfer_give_way_to_the_trainer(rig: Callable[..., Rig]) -> None:
+    """They share its cores; the user's loader keeps the priority it was given."""
+    r = rig()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    for batch in r.look():
+        steps = {
+            t.name: os.getpriority(os.PRIO_PROCESS, t.native_id or 0) - own
+            for t in threading.enumerate() if t.name.startswith("cdlrm-")
+        }  # fmt: skip
+        assert {"cdlrm-planner", "cdlrm-transfer"} <= set(steps)
+        assert all(n == (0 if name == "cdlrm-reader" else min(10, 19 - own)) for name, n in steps.items())
+        r.train(batch)
+        break
 
 
 def test_threads_have_names_and_are_daemons_or_joined(rig: Callable[..., Rig]) -> None:
