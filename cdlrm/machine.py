@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -41,11 +42,12 @@ def cores() -> int:
 
 
 def give_way(steps: int = 10) -> None:
-    """Let other threads go first where processors are few: the calling thread, and those that it starts (on Linux, where
-    a thread has a priority of its own; nothing elsewhere)."""
+    """Where processors are few, other threads go before the calling one and those that it starts (on Linux, where a
+    thread has a priority of its own, and where it is allowed)."""
     if sys.platform == "linux":
         me = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + steps, 19))
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + steps, 19))
 
 
 def available_bytes() -> int:
