@@ -23,7 +23,7 @@ from .lookups import FeatureSlot, Lookups, to_host
 from .module import CachedModule
 from .normal import Normal
 from .optim import SGD, Optimizer, check_specification
-from .placement import check_cache_settings, choose_driver, make_groups
+from .placement import check_cache_settings, choose_driver, choose_seed, make_groups
 from .table import Table
 from .weight import TableWeight, table_weight
 from .whole_tables import set_rows, set_table, span, table_values
@@ -59,7 +59,8 @@ class _OneTable(CachedModule):
         self.num_embeddings, self.embedding_dim = settings["num_embeddings"], settings["embedding_dim"]
         self.padding_idx = _padding(kind, settings["padding_idx"], self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, settings["norm_type"], False  # torch has them
-        self._settings = settings
+        settings["seed"] = choose_seed(settings["seed"], settings["store"], used=settings["_weight"] is None)
+        self._settings = settings  # of copies too, which draw no seed of their own
         self._no_optimizer = settings["optimizer"] is None
         joined = settings["_joined"]
         if joined is None:
@@ -246,8 +247,9 @@ class EmbeddingBag(_OneTable):
     training), `cache_rows`, `cache_ratio`, `store`, `strict`, `seed`, `nonfinite`,
     `update` as in `EmbeddingBagCollection`.  `device` None is torch's default device, because torch's signature says
     so; "auto", the collection's default, takes a GPU that can be used.  `sparse` is accepted and has no effect.
-    Modes "sum" and "mean"; initial values N(0, 1) as a function of (seed, row, column).  Raises ConfigError for
-    max_norm, scale_grad_by_freq, mode="max" and other dtypes, each with the reason.
+    Modes "sum" and "mean"; initial values N(0, 1) as a function of (seed, row, column), with `seed` None drawn
+    once from torch's default CPU generator, so that torch.manual_seed(s) fixes it and two modules differ.  Raises
+    ConfigError for max_norm, scale_grad_by_freq, mode="max" and other dtypes, each with the reason.
     """
 
     def __init__(
@@ -255,8 +257,8 @@ class EmbeddingBag(_OneTable):
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
         include_last_offset: bool = False, padding_idx: int | None = None, device: Any = None, dtype: Any = None,
         *, optimizer: Optimizer | None = None, cache_rows: int | str = "auto", cache_ratio: float | None = None,
-        store: str = "ram", strict: bool = False, seed: int = 0, nonfinite: str = "raise", update: str = "backward",
-        _joined: Any = None,
+        store: str = "ram", strict: bool = False, seed: int | None = None, nonfinite: str = "raise",
+        update: str = "backward", _joined: Any = None,
     ) -> None:  # fmt: skip
         settings = _settings(locals())
         super().__init__(nonfinite)
@@ -336,7 +338,7 @@ class Embedding(_OneTable):
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, _weight: Tensor | None = None,
         _freeze: bool = False, device: Any = None, dtype: Any = None, *, optimizer: Optimizer | None = None,
         cache_rows: int | str = "auto", cache_ratio: float | None = None, store: str = "ram", strict: bool = False,
-        seed: int = 0, nonfinite: str = "raise", update: str = "backward", _joined: Any = None,
+        seed: int | None = None, nonfinite: str = "raise", update: str = "backward", _joined: Any = None,
     ) -> None:  # fmt: skip
         settings = _settings(locals())
         super().__init__(nonfinite)

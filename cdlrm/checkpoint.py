@@ -108,8 +108,9 @@ def load(directory: str | Path, model: nn.Module, *, optimizers: Any = (), loade
     `optimizers`: those given to `save`, in the same order (none: their states are left alone).  `loader`: gets the
     saved position by `load_state_dict`; or use the returned `["loader"]`.  The model must have the same tables
     (names, rows, dim, optimizer) and the same dense part; cache size, horizon, depth, shards, store and seed may
-    differ (with another seed every never-trained row is written to the store, so prefer the same).  Learning rates
-    and torch's, NumPy's and Python's random states are restored too.  A look-ahead over the model's tables is closed.
+    differ (with another seed every never-trained row is written to the store, so for large tables make the model with
+    the saved one, `checkpoint_info(directory)["tables"][name]["seed"]`).  Learning rates and torch's, NumPy's and
+    Python's random states are restored too.  A look-ahead over the model's tables is closed.
 
     Raises DataError for files that are missing, damaged or of another version and ConfigError for a model or
     optimizer that does not fit, both before anything is changed.
@@ -156,7 +157,8 @@ def load(directory: str | Path, model: nn.Module, *, optimizers: Any = (), loade
 
 
 def checkpoint_info(directory: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds, without a model: `path`, `extra`, `loader`, and `tables`: name -> rows, dim, optimizer.
+    """What a checkpoint holds, without a model: `path`, `extra`, `loader`, and `tables`: name -> rows, dim,
+    optimizer, seed (None where the rows were not made by one).
 
     Raises DataError when there is no checkpoint, or a damaged one.
     """
@@ -166,7 +168,13 @@ def checkpoint_info(directory: str | Path) -> dict[str, Any]:
         "path": folder,
         "extra": unpack(parts.content["extra"], parts),
         "loader": unpack(parts.content["loader"], parts),
-        "tables": {e["name"]: {key: e[key] for key in ("rows", "dim", "optimizer")} for e in parts.content["tables"]},
+        "tables": {
+            e["name"]: {
+                **{key: e[key] for key in ("rows", "dim", "optimizer")},
+                "seed": None if e["generator"] is None else e["generator"]["seed"],
+            }
+            for e in parts.content["tables"]
+        },
     }
 
 

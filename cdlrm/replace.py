@@ -13,7 +13,7 @@ from .errors import ConfigError
 from .fused import FusedOptimizer
 from .module import CachedModule
 from .optim import Optimizer, check_specification
-from .placement import check_cache_settings, choose_driver, make_groups
+from .placement import check_cache_settings, choose_driver, choose_seed, make_groups
 from .table import Table
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
@@ -53,7 +53,7 @@ def replace_embeddings(
     device: str | torch.device = "auto",
     store: str = "ram",
     strict: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     nonfinite: str = "raise",
     update: str = "backward",
     shards: int | None = None,
@@ -85,6 +85,7 @@ def replace_embeddings(
         check_specification(f"optimizer of {path!r}", chosen)
         assert isinstance(chosen, Optimizer)
         optimizers.append(chosen)
+    seed = choose_seed(seed, store, used=False)  # the rows have values already
     groups, notes = make_groups(
         tables, optimizers, cache_rows=cache_rows, cache_ratio=cache_ratio, driver=choose_driver(device), store=store,
         strict=strict, seed=seed, shards=shards, update=update,

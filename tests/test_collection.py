@@ -32,6 +32,7 @@ STEPS = 200
 def collection(tables: list[cdlrm.Table], **options: Any) -> Any:
     options.setdefault("optimizer", cdlrm.SGD(lr=0.1))
     options.setdefault("device", "cpu")
+    options.setdefault("seed", 0)
     return cdlrm.EmbeddingBagCollection(tables, **options)
 
 
@@ -300,6 +301,21 @@ def test_initial_values() -> None:
             want = initial_table(12345678901, t, table.num_embeddings, table.embedding_dim)
             same_bits(ebc.state_dict()[f"embedding_bags.{table.name}.weight"], want, table.name)
             same_bits(ebc({"a": torch.arange(3), "b": torch.arange(3)})[table.name], want[:3], "read on demand")
+
+
+def test_the_default_seed_is_drawn_once_from_torchs_generator() -> None:
+    def values(**settings: Any) -> torch.Tensor:
+        with opened([cdlrm.Table("a", 30, 3)], **{"seed": None, **settings}) as ebc:
+            return ebc.state_dict()["embedding_bags.a.weight"]
+
+    torch.manual_seed(5)
+    first, second = values(), values()
+    assert not torch.isin(first, second).any()
+    torch.manual_seed(5)
+    assert torch.equal(values(), first) and torch.equal(values(), second)
+    before = torch.get_rng_state()
+    same_bits(values(seed=7), initial_table(7, 0, 30, 3), "a")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_init_callable() -> None:

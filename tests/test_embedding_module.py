@@ -32,6 +32,37 @@ def trained(kind: str, name: str = "sgd", **settings: Any) -> Any:
     return module
 
 
+# --- initial values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_values_come_from_torchs_generator(kind: str) -> None:
+    def made(**settings: Any) -> Tensor:
+        return getattr(cdlrm, kind)(20, 4, optimizer=cdlrm.SGD(lr=0.1), **settings).weight.clone()
+
+    torch.manual_seed(5)
+    first, second = made(), made()
+    assert not torch.isin(first, second).any()
+    torch.manual_seed(5)
+    assert torch.equal(made(), first) and torch.equal(made(), second)
+    torch.manual_seed(6)
+    assert not torch.equal(made(), first)
+    assert torch.equal(made(seed=3), made(seed=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_drawn_where_values_are_given(kind: str) -> None:
+    module = trained(kind)
+    before = torch.get_rng_state()
+    getattr(cdlrm, kind)(20, 4, seed=3)
+    getattr(cdlrm, kind).from_pretrained(torch.zeros(5, 3))
+    assert torch.equal(copy.deepcopy(module).weight, module.weight)
+    assert torch.equal(pickle.loads(pickle.dumps(module)).weight, module.weight)
+    model = nn.Sequential(nn.Embedding(6, 2, _weight=torch.ones(6, 2)))
+    cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # --- Embedding: inputs --------------------------------------------------------------------------
 
 

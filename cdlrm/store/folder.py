@@ -53,6 +53,18 @@ def identity(tables: Sequence[Table], optimizer: Optimizer, initializer: Initial
     }
 
 
+def seed_of(folder: Path) -> int | None:
+    """The seed of the stores in a folder; None where there is none that can be read (opening them says why)."""
+    for header in sorted(folder.glob("group*.json")):
+        try:
+            seed = json.loads(header.read_text(encoding="utf-8"))["facts"]["seed"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(seed, int):
+            return seed
+    return None
+
+
 def disk_error(path: Path, doing: str, error: OSError) -> DataError:
     """The sentence for a failed read or write of records."""
     remedy = "check the disk, and start from a checkpoint if it is damaged"
