@@ -64,8 +64,8 @@ def save(
     100 MB beside the model, whatever the tables' size.  A crash at any moment leaves the last complete checkpoint.
     Parts of tables (16 MiB) in which no row has changed since the newest checkpoint of `directory` are not written
     again if this model (or its file store) wrote or loaded that one last: both folders then have the same file.
-    Raises DataError when the files cannot be written, UsageError when the batch is not trained yet, ConfigError for
-    settings and values that cannot be saved.
+    Raises DataError when the files cannot be written, UsageError when the batch is not trained yet or gradients wait
+    for the optimizer's step (`update="step"`), ConfigError for settings and values that cannot be saved.
     """
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ConfigError(f"save(keep={keep!r}): must be an integer, 1 or more.")
@@ -194,8 +194,14 @@ def _distinct(tables: dict[str, tuple[Group, int]]) -> list[Group]:
 def _require_settled(group: Group) -> None:
     """No gradient has come that is not in the rows yet."""
     group.settle()
-    if group.step is not None and group.step.graded:
-        names = ", ".join(repr(table.name) for table in group.tables[:3])
+    names = ", ".join(repr(table.name) for table in group.tables[:3])
+    if group.deferred is not None:
+        if any(call.owner.gradient_scale() is not None for call in group.deferred.calls()):  # None: dropped
+            raise UsageError(
+                f"save: gradients of {names} wait for the optimizer's step, and a checkpoint does not hold them; call "
+                "the module's optimizer.step() first (or its zero_grad(), which drops them)."
+            )
+    elif group.step is not None and group.step.graded:
         raise UsageError(
             f"save: gradients of {names} wait for a forward call of the same step that has had no backward; call the "
             "module's optimizer.step() (or that backward) first."

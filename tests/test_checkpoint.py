@@ -633,6 +633,25 @@ def test_gradients_that_wait_are_not_left_out(tmp_path: Path) -> None:
     del first
 
 
+def test_gradients_that_wait_for_the_optimizers_step_are_not_left_out(tmp_path: Path) -> None:
+    bags = Model(OPTIMIZERS["SGD"], cache_rows=200, update="step").bags
+    batch = {f"t{i}": torch.tensor([i, 4]) for i in range(3)}
+    for _ in cdlrm.lookahead(bags, [batch, batch]):
+        bags(batch).sum().backward()
+        with pytest.raises(UsageError, match="wait for the optimizer's step, and a checkpoint does not hold them"):
+            save(tmp_path, bags)  # inside a batch
+    with pytest.raises(UsageError, match="wait for the optimizer's step, and a checkpoint does not hold them"):
+        save(tmp_path, bags)  # those of batches that have ended
+    assert not list(tmp_path.glob("checkpoint-*"))
+    bags.optimizer.step()
+    save(tmp_path, bags)
+    assert torch.equal(load_tables(tmp_path)["t0"], bags.table_weight("t0"))
+    for drop in (bags.optimizer.zero_grad, bags.zero_grad):
+        bags(batch).sum().backward()
+        drop()
+        save(tmp_path, bags)
+
+
 def test_loading_ends_a_lookahead_that_was_left(tmp_path: Path) -> None:
     run = Run("SGD", cache_rows=200)
     expected = run.train(3, tmp_path)
