@@ -139,6 +139,8 @@ def _find(model: nn.Module, min_rows: int, skip: Sequence[str]) -> dict[str, Any
 
 def _obstacle(model: nn.Module, module: Any) -> str:
     """Why a module cannot be replaced ("" if it can)."""
+    if module._parameters.get("weight") is None:
+        return "its weight is no parameter but computed from others (torch.nn.utils.prune, parametrize, weight_norm)"
     if type(module) not in _KINDS:
         return f"its class {type(module).__name__} may do more than torch's"
     if module.max_norm is not None:
@@ -183,7 +185,7 @@ def _home(found: Mapping[str, Any]) -> torch.device:
 
 def _counterpart(original: Any, settings: dict[str, Any]) -> CachedModule:
     """Our module with the settings of torch's."""
-    common = {"padding_idx": original.padding_idx, **settings}
+    common = {"padding_idx": original.padding_idx, "sparse": original.sparse, **settings}
     if isinstance(original, nn.Embedding):
         return Embedding(original.num_embeddings, original.embedding_dim, **common)
     return EmbeddingBag(
