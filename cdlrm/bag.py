@@ -37,7 +37,6 @@ class _OneTable(CachedModule):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
-    sparse = True
 
     def _set_up(self, settings: dict[str, Any], mean: bool) -> None:
         """Check the settings that torch's signature and ours have in common, and make or join the group."""
@@ -59,6 +58,7 @@ class _OneTable(CachedModule):
         self.num_embeddings, self.embedding_dim = settings["num_embeddings"], settings["embedding_dim"]
         self.padding_idx = _padding(kind, settings["padding_idx"], self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, settings["norm_type"], False  # torch has them
+        self.sparse = settings["sparse"]
         settings["seed"] = choose_seed(settings["seed"], settings["store"], used=settings["_weight"] is None)
         self._settings = settings  # of copies too, which draw no seed of their own
         self._no_optimizer = settings["optimizer"] is None
@@ -298,6 +298,8 @@ class EmbeddingBag(_OneTable):
         if per_sample_weights is not None:
             if self.mode != "sum":
                 raise InputError(f'per_sample_weights need mode="sum", but the mode is {self.mode!r}.')
+            if not isinstance(per_sample_weights, Tensor):
+                raise InputError(f"per_sample_weights are a {type(per_sample_weights).__name__}; pass a tensor.")
             if per_sample_weights.shape != values.shape:
                 raise InputError(
                     f"per_sample_weights have shape {list(per_sample_weights.shape)} but input has "

@@ -330,6 +330,15 @@ def test_init_callable() -> None:
         same_bits(ebc.state_dict()["embedding_bags.b.weight"], initial_table(0, 1, 30, 3), "b")
 
 
+def test_the_optimizer_of_tables_takes_no_other_parameters() -> None:
+    with opened(TABLES) as ebc:
+        with pytest.raises(UsageError, match="rows only.*to an optimizer of torch of their own") as caught:
+            ebc.optimizer.add_param_group({"params": nn.Linear(3, 1).parameters()})
+        assert "\n" not in str(caught.value)
+        assert len(ebc.optimizer.param_groups) == len(ebc.groups)
+        ebc.optimizer.load_state_dict(ebc.optimizer.state_dict())
+
+
 def test_scheduler_through_the_optimizer() -> None:
     """torch's schedulers work without a warning, and the lr of the step is used."""
     oracle = Oracle(TABLES, cdlrm.SGD(lr=0.5))
