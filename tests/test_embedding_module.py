@@ -551,6 +551,21 @@ def test_import_does_not_bring_the_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parent.parent)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", ["trace", "script"])
+def test_torchscript_is_refused_in_one_sentence(way: str) -> None:
+    bags = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 9, 4)], optimizer=cdlrm.SGD(lr=0.1))
+    for model, example in (
+        (trained("Embedding"), MATRIX),
+        (nn.Sequential(trained("EmbeddingBag"), nn.Linear(3, 1)), MATRIX),
+        (bags, {"a": torch.tensor([1])}),
+    ):
+        with pytest.raises(UsageError, match="cannot be traced or scripted.*torch.compile") as caught:
+            torch.jit.trace(model, (example,), strict=False) if way == "trace" else torch.jit.script(model)
+        assert "\n" not in str(caught.value)
+        model(example)  # it works as before
+
+
 def test_distributed_data_parallel_with_its_ignore_list(tmp_path: Path) -> None:
     """What the module's documentation says: DDP is told to leave the anchors alone."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
