@@ -315,6 +315,9 @@ def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(ConfigError, match="not a folder"):
         make(tmp_path / "f")
+    for folder in ("/proc", "/proc/x"):  # which exists, and where no file or folder can be made
+        with pytest.raises(ConfigError, match="the folder cannot be written"):
+            make(Path(folder))
 
 
 @pytest.mark.parametrize("existing", [False, True])

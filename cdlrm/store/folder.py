@@ -28,7 +28,7 @@ from ..table import Table
 
 FORMAT = "cdlrm file store"
 VERSION = 1
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)  # the last: /proc and the like
 
 
 def identity(tables: Sequence[Table], optimizer: Optimizer, initializer: Initializer, seed: int) -> dict[str, Any]:
@@ -119,7 +119,9 @@ class StoreFolder:
     def _make_folder(self) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self.folder.parent.exists():
+                raise self._unusable(error) from error
             raise ConfigError(
                 f"store='file:{self.folder}': the parent folder {self.folder.parent} does not exist; create it."
             ) from None
@@ -130,9 +132,9 @@ class StoreFolder:
 
     def _unusable(self, error: OSError) -> ConfigError:
         if error.errno in _NOT_WRITABLE:
+            why = "nothing can be made there" if error.errno == errno.ENOENT else error.strerror
             return ConfigError(
-                f"store='file:{self.folder}': the folder cannot be written ({error.strerror}); "
-                "use one that this user may write."
+                f"store='file:{self.folder}': the folder cannot be written ({why}); use one that this user may write."
             )
         return ConfigError(f"store='file:{self.folder}': {error.strerror or error}; use another folder.")
 
