@@ -61,7 +61,7 @@ class Contestant:
         self.setup = setup
         tables = [cdlrm.Table(f"c{c + 1}", rows, shape.dim) for c, rows in enumerate(shape.rows)]
         self.tables = cdlrm.EmbeddingBagCollection(
-            tables, optimizer=cdlrm.SGD(lr=LR), cache_ratio=ratio, device=setup.device
+            tables, optimizer=cdlrm.SGD(lr=LR), cache_ratio=ratio, device=setup.device, seed=0
         )  # fmt: skip
         self.model = DLRM(
             self.tables, features=len(tables), dim=shape.dim, mlp_bot=shape.bottom, mlp_top=shape.top

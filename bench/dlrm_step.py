@@ -55,7 +55,7 @@ class Contestant:
     ) -> None:
         tables = [cdlrm.Table(f"c{c + 1}", rows, DIM) for c, rows in enumerate(KAGGLE)]
         self.tables = cdlrm.EmbeddingBagCollection(
-            tables, optimizer=cdlrm.SGD(lr=LR), cache_ratio=cache_ratio, device="cpu"
+            tables, optimizer=cdlrm.SGD(lr=LR), cache_ratio=cache_ratio, device="cpu", seed=0
         )
         self.model = DLRM(self.tables, features=26, dim=DIM, mlp_bot=[13, 512, 256, 64, DIM], mlp_top=[512, 256, 1])
         self.optimizer = torch.optim.SGD(self.model.dense_parameters(), lr=LR)

@@ -69,7 +69,7 @@ def ours(ids: list[list[torch.Tensor]], per_bag: int, optimizer: str, grad: torc
     spec = {
         "sgd": cdlrm.SGD, "rowwise_adagrad": cdlrm.RowWiseAdagrad, "adagrad": cdlrm.Adagrad, "adam": cdlrm.Adam,
     }[optimizer](lr=LR)  # fmt: skip
-    module = cdlrm.EmbeddingBagCollection(tables, optimizer=spec, cache_rows="auto", device="cpu")
+    module = cdlrm.EmbeddingBagCollection(tables, optimizer=spec, cache_rows="auto", device="cpu", seed=0)
     offsets = None if per_bag == 1 else offsets_of(per_bag, BATCH)
     batches = [{f"t{t}": (values, offsets) for t, values in enumerate(batch)} for batch in ids]
 

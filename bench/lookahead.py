@@ -49,7 +49,7 @@ class Model:
         torch.manual_seed(0)
         tables = [cdlrm.Table(f"t{t}", ROWS, DIM) for t in range(TABLES)]
         self.tables = cdlrm.EmbeddingBagCollection(
-            tables, optimizer=cdlrm.RowWiseAdagrad(lr=0.05), cache_rows=cache_rows, device="cpu"
+            tables, optimizer=cdlrm.RowWiseAdagrad(lr=0.05), cache_rows=cache_rows, device="cpu", seed=0
         )
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(TABLES * DIM, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)

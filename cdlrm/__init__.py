@@ -22,8 +22,9 @@ Where things are, in the order in which a batch meets them (words: README and th
                                 what a GPU must offer; CuPy's; compiling, pinning, choosing
     initial, normal             initial values
     optim, fused, gradient      formulas; learning rates and gradients as torch sees them
-    module, autograd, accumulation, compiler
-                                what all modules share; the bridge to autograd; accumulation noticed; no tracing
+    module, anchor, autograd, accumulation, averaging, compiler
+                                what all modules share; their parameter; the bridge to autograd; accumulation noticed;
+                                averages of parameters refused; no tracing
     embedding, bag, replace, weight, reference
                                 `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own; `.weight`; tables
                                 too large for a state_dict

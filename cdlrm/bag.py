@@ -23,7 +23,7 @@ from .lookups import FeatureSlot, Lookups, to_host
 from .module import CachedModule
 from .normal import Normal
 from .optim import SGD, Optimizer, check_specification
-from .placement import check_cache_settings, choose_driver, make_groups
+from .placement import check_cache_settings, choose_driver, choose_seed, make_groups
 from .table import Table
 from .weight import TableWeight, table_weight
 from .whole_tables import set_rows, set_table, span, table_values
@@ -37,7 +37,6 @@ class _OneTable(CachedModule):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
-    sparse = True
 
     def _set_up(self, settings: dict[str, Any], mean: bool) -> None:
         """Check the settings that torch's signature and ours have in common, and make or join the group."""
@@ -59,7 +58,9 @@ class _OneTable(CachedModule):
         self.num_embeddings, self.embedding_dim = settings["num_embeddings"], settings["embedding_dim"]
         self.padding_idx = _padding(kind, settings["padding_idx"], self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, settings["norm_type"], False  # torch has them
-        self._settings = settings
+        self.sparse = settings["sparse"]
+        settings["seed"] = choose_seed(settings["seed"], settings["store"], used=settings["_weight"] is None)
+        self._settings = settings  # of copies too, which draw no seed of their own
         self._no_optimizer = settings["optimizer"] is None
         joined = settings["_joined"]
         if joined is None:
@@ -246,8 +247,9 @@ class EmbeddingBag(_OneTable):
     training), `cache_rows`, `cache_ratio`, `store`, `strict`, `seed`, `nonfinite`,
     `update` as in `EmbeddingBagCollection`.  `device` None is torch's default device, because torch's signature says
     so; "auto", the collection's default, takes a GPU that can be used.  `sparse` is accepted and has no effect.
-    Modes "sum" and "mean"; initial values N(0, 1) as a function of (seed, row, column).  Raises ConfigError for
-    max_norm, scale_grad_by_freq, mode="max" and other dtypes, each with the reason.
+    Modes "sum" and "mean"; initial values N(0, 1) as a function of (seed, row, column), with `seed` None drawn
+    once from torch's default CPU generator, so that torch.manual_seed(s) fixes it and two modules differ.  Raises
+    ConfigError for max_norm, scale_grad_by_freq, mode="max" and other dtypes, each with the reason.
     """
 
     def __init__(
@@ -255,8 +257,8 @@ class EmbeddingBag(_OneTable):
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
         include_last_offset: bool = False, padding_idx: int | None = None, device: Any = None, dtype: Any = None,
         *, optimizer: Optimizer | None = None, cache_rows: int | str = "auto", cache_ratio: float | None = None,
-        store: str = "ram", strict: bool = False, seed: int = 0, nonfinite: str = "raise", update: str = "backward",
-        _joined: Any = None,
+        store: str = "ram", strict: bool = False, seed: int | None = None, nonfinite: str = "raise",
+        update: str = "backward", _joined: Any = None,
     ) -> None:  # fmt: skip
         settings = _settings(locals())
         super().__init__(nonfinite)
@@ -296,6 +298,8 @@ class EmbeddingBag(_OneTable):
         if per_sample_weights is not None:
             if self.mode != "sum":
                 raise InputError(f'per_sample_weights need mode="sum", but the mode is {self.mode!r}.')
+            if not isinstance(per_sample_weights, Tensor):
+                raise InputError(f"per_sample_weights are a {type(per_sample_weights).__name__}; pass a tensor.")
             if per_sample_weights.shape != values.shape:
                 raise InputError(
                     f"per_sample_weights have shape {list(per_sample_weights.shape)} but input has "
@@ -336,7 +340,7 @@ class Embedding(_OneTable):
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, _weight: Tensor | None = None,
         _freeze: bool = False, device: Any = None, dtype: Any = None, *, optimizer: Optimizer | None = None,
         cache_rows: int | str = "auto", cache_ratio: float | None = None, store: str = "ram", strict: bool = False,
-        seed: int = 0, nonfinite: str = "raise", update: str = "backward", _joined: Any = None,
+        seed: int | None = None, nonfinite: str = "raise", update: str = "backward", _joined: Any = None,
     ) -> None:  # fmt: skip
         settings = _settings(locals())
         super().__init__(nonfinite)

@@ -64,8 +64,8 @@ def save(
     100 MB beside the model, whatever the tables' size.  A crash at any moment leaves the last complete checkpoint.
     Parts of tables (16 MiB) in which no row has changed since the newest checkpoint of `directory` are not written
     again if this model (or its file store) wrote or loaded that one last: both folders then have the same file.
-    Raises DataError when the files cannot be written, UsageError when the batch is not trained yet, ConfigError for
-    settings and values that cannot be saved.
+    Raises DataError when the files cannot be written, UsageError when the batch is not trained yet or gradients wait
+    for the optimizer's step (`update="step"`), ConfigError for settings and values that cannot be saved.
     """
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ConfigError(f"save(keep={keep!r}): must be an integer, 1 or more.")
@@ -108,8 +108,9 @@ def load(directory: str | Path, model: nn.Module, *, optimizers: Any = (), loade
     `optimizers`: those given to `save`, in the same order (none: their states are left alone).  `loader`: gets the
     saved position by `load_state_dict`; or use the returned `["loader"]`.  The model must have the same tables
     (names, rows, dim, optimizer) and the same dense part; cache size, horizon, depth, shards, store and seed may
-    differ (with another seed every never-trained row is written to the store, so prefer the same).  Learning rates
-    and torch's, NumPy's and Python's random states are restored too.  A look-ahead over the model's tables is closed.
+    differ (with another seed every never-trained row is written to the store, so for large tables make the model with
+    the saved one, `checkpoint_info(directory)["tables"][name]["seed"]`).  Learning rates and torch's, NumPy's and
+    Python's random states are restored too.  A look-ahead over the model's tables is closed.
 
     Raises DataError for files that are missing, damaged or of another version and ConfigError for a model or
     optimizer that does not fit, both before anything is changed.
@@ -156,7 +157,8 @@ def load(directory: str | Path, model: nn.Module, *, optimizers: Any = (), loade
 
 
 def checkpoint_info(directory: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds, without a model: `path`, `extra`, `loader`, and `tables`: name -> rows, dim, optimizer.
+    """What a checkpoint holds, without a model: `path`, `extra`, `loader`, and `tables`: name -> rows, dim,
+    optimizer, seed (None where the rows were not made by one).
 
     Raises DataError when there is no checkpoint, or a damaged one.
     """
@@ -166,7 +168,13 @@ def checkpoint_info(directory: str | Path) -> dict[str, Any]:
         "path": folder,
         "extra": unpack(parts.content["extra"], parts),
         "loader": unpack(parts.content["loader"], parts),
-        "tables": {e["name"]: {key: e[key] for key in ("rows", "dim", "optimizer")} for e in parts.content["tables"]},
+        "tables": {
+            e["name"]: {
+                **{key: e[key] for key in ("rows", "dim", "optimizer")},
+                "seed": None if e["generator"] is None else e["generator"]["seed"],
+            }
+            for e in parts.content["tables"]
+        },
     }
 
 
@@ -186,8 +194,14 @@ def _distinct(tables: dict[str, tuple[Group, int]]) -> list[Group]:
 def _require_settled(group: Group) -> None:
     """No gradient has come that is not in the rows yet."""
     group.settle()
-    if group.step is not None and group.step.graded:
-        names = ", ".join(repr(table.name) for table in group.tables[:3])
+    names = ", ".join(repr(table.name) for table in group.tables[:3])
+    if group.deferred is not None:
+        if any(call.owner.gradient_scale() is not None for call in group.deferred.calls()):  # None: dropped
+            raise UsageError(
+                f"save: gradients of {names} wait for the optimizer's step, and a checkpoint does not hold them; call "
+                "the module's optimizer.step() first (or its zero_grad(), which drops them)."
+            )
+    elif group.step is not None and group.step.graded:
         raise UsageError(
             f"save: gradients of {names} wait for a forward call of the same step that has had no backward; call the "
             "module's optimizer.step() (or that backward) first."

@@ -21,7 +21,7 @@ from .group import Group
 from .lookups import FeatureSlot, Lookups, to_host
 from .module import CachedModule
 from .optim import Optimizer, check_specification
-from .placement import check_cache_settings, choose_driver, make_groups
+from .placement import check_cache_settings, choose_driver, choose_seed, make_groups
 from .stats import table_stats
 from .table import Table
 
@@ -42,7 +42,8 @@ class EmbeddingBagCollection(CachedModule):
             (`EmbeddingBag` and `Embedding` default to None, torch's default device, because torch's signature does.)
         store: "ram" (host memory) or "file:DIR" (tables larger than it).
         strict: refuse a batch that needs more rows than the cache has, instead of growing.
-        seed: of the initial values.
+        seed: of the initial values.  None: that of the folder which `store` opens again, else drawn once from torch's
+            default CPU generator, so that torch.manual_seed(s) fixes it and two modules differ.
         nonfinite: "raise" NonFiniteGradientError on NaN or infinity in a gradient, or "skip" that
             step's update and count it in `stats()["skipped_steps"]`.
         update: "backward" updates rows in the backward pass; "step" keeps their gradients until
@@ -66,7 +67,7 @@ class EmbeddingBagCollection(CachedModule):
         device: str | torch.device = "auto",
         store: str = "ram",
         strict: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "raise",
         update: str = "backward",
         fresh_store: bool = False,
@@ -83,8 +84,8 @@ class EmbeddingBagCollection(CachedModule):
         self.features = [feature for table in self.tables for feature in table.feature_names]
         groups, self.notes = make_groups(
             self.tables, _optimizers(self.tables, optimizer), cache_rows=cache_rows, cache_ratio=cache_ratio,
-            driver=choose_driver(device, progress), store=store, strict=strict, seed=seed, shards=shards,
-            update=update, fresh=fresh_store,
+            driver=choose_driver(device, progress), store=store, strict=strict,
+            seed=choose_seed(seed, store, fresh_store), shards=shards, update=update, fresh=fresh_store,
         )  # fmt: skip
         dims = sorted({table.embedding_dim for table in self.tables})
         self._features_of_dim = {

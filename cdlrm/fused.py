@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import UsageError
 from .group import Group
 from .step import Call
 
@@ -43,6 +44,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _hand_out(self) -> None:
         for group, hyper in zip(self.groups, self.param_groups, strict=True):
             group.hyper = hyper
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Called by torch's constructor for each group of tables; later there are none to add."""
+        if len(self.param_groups) == len(self.groups):
+            raise UsageError(
+                "the optimizer of cdlrm tables updates their rows only, and would never step other parameters; give "
+                "those to an optimizer of torch of their own."
+            )
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Apply the gradients that wait: for other backward passes of the same step, or (`update="step"`) all."""

@@ -17,16 +17,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import accumulation, scaling
+from . import accumulation, averaging, scaling
 from .ahead import Lookahead, lookahead
+from .anchor import make_anchor
 from .autograd import GroupCall, pooled_lookup
+from .compiler import refuse_torchscript
 from .driver.base import Verdict
 from .errors import ConfigError, InputError, UsageError
 from .fused import FusedOptimizer
@@ -65,7 +67,7 @@ class CachedModule(nn.Module):
         if nonfinite not in NONFINITE:
             raise ConfigError(f"nonfinite={nonfinite!r}: must be one of {', '.join(NONFINITE)}.")
         self.nonfinite = nonfinite
-        self.anchor = nn.Parameter(torch.zeros(()))  # makes autograd call our backward
+        self.anchor = make_anchor()  # makes autograd call our backward
         self.notes: list[str] = []  # what was chosen automatically, and why
         self.output_dtype = torch.float32
         self.grad_scaler: Any = None
@@ -88,6 +90,7 @@ class CachedModule(nn.Module):
         self.notes += self.groups[0].driver.notes()
         accumulation.watch(self)
         scaling.watch(self)
+        averaging.watch(self)
         self._slots, self._widths, self._keys, self.optimizer = slots, widths, keys, optimizer
 
     # --- lookups ---
@@ -244,6 +247,10 @@ class CachedModule(nn.Module):
         raise ConfigError(f"there is no table {name!r}; the tables are {names}.")
 
     # --- torch's ways to treat a module ---
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, for the modules inside a module too."""
+        refuse_torchscript(type(self).__name__)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for key, name in self._keys.items():

@@ -19,7 +19,7 @@ from .initial import Initializer
 from .machine import available_bytes
 from .optim import Optimizer
 from .plan.planner import MAX_SLOTS
-from .store import Store, open_store
+from .store import Store, open_store, seed_in
 from .table import Table
 
 log = logging.getLogger("cdlrm")
@@ -49,6 +49,18 @@ def choose_driver(device: str | torch.device | None, progress: bool = True) -> D
     driver = DRIVERS[chosen.kind](chosen)
     driver.progress = progress
     return driver
+
+
+def choose_seed(seed: int | None, store: str, fresh: bool = False, used: bool = True) -> int:
+    """`seed`, or for None: that of the rows that `store` has already (unless `fresh` discards them), else one drawn
+    from torch's default CPU generator, as torch's modules draw their values there.  `used=False`: every row gets
+    another value anyway, so nothing is drawn."""
+    if seed is not None:
+        return seed
+    found = None if fresh else seed_in(store)
+    if found is not None:
+        return found
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if used else 0
 
 
 def split_groups(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from .errors import ConfigError
 from .fused import FusedOptimizer
 from .module import CachedModule
 from .optim import Optimizer, check_specification
-from .placement import check_cache_settings, choose_driver, make_groups
+from .placement import check_cache_settings, choose_driver, choose_seed, make_groups
 from .table import Table
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
@@ -53,7 +53,7 @@ def replace_embeddings(
     device: str | torch.device = "auto",
     store: str = "ram",
     strict: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     nonfinite: str = "raise",
     update: str = "backward",
     shards: int | None = None,
@@ -85,6 +85,7 @@ def replace_embeddings(
         check_specification(f"optimizer of {path!r}", chosen)
         assert isinstance(chosen, Optimizer)
         optimizers.append(chosen)
+    seed = choose_seed(seed, store, used=False)  # the rows have values already
     groups, notes = make_groups(
         tables, optimizers, cache_rows=cache_rows, cache_ratio=cache_ratio, driver=choose_driver(device), store=store,
         strict=strict, seed=seed, shards=shards, update=update,
@@ -138,6 +139,8 @@ def _find(model: nn.Module, min_rows: int, skip: Sequence[str]) -> dict[str, Any
 
 def _obstacle(model: nn.Module, module: Any) -> str:
     """Why a module cannot be replaced ("" if it can)."""
+    if module._parameters.get("weight") is None:
+        return "its weight is no parameter but computed from others (torch.nn.utils.prune, parametrize, weight_norm)"
     if type(module) not in _KINDS:
         return f"its class {type(module).__name__} may do more than torch's"
     if module.max_norm is not None:
@@ -182,7 +185,7 @@ def _home(found: Mapping[str, Any]) -> torch.device:
 
 def _counterpart(original: Any, settings: dict[str, Any]) -> CachedModule:
     """Our module with the settings of torch's."""
-    common = {"padding_idx": original.padding_idx, **settings}
+    common = {"padding_idx": original.padding_idx, "sparse": original.sparse, **settings}
     if isinstance(original, nn.Embedding):
         return Embedding(original.num_embeddings, original.embedding_dim, **common)
     return EmbeddingBag(

@@ -32,6 +32,7 @@ STEPS = 200
 def collection(tables: list[cdlrm.Table], **options: Any) -> Any:
     options.setdefault("optimizer", cdlrm.SGD(lr=0.1))
     options.setdefault("device", "cpu")
+    options.setdefault("seed", 0)
     return cdlrm.EmbeddingBagCollection(tables, **options)
 
 
@@ -302,6 +303,21 @@ def test_initial_values() -> None:
             same_bits(ebc({"a": torch.arange(3), "b": torch.arange(3)})[table.name], want[:3], "read on demand")
 
 
+def test_the_default_seed_is_drawn_once_from_torchs_generator() -> None:
+    def values(**settings: Any) -> torch.Tensor:
+        with opened([cdlrm.Table("a", 30, 3)], **{"seed": None, **settings}) as ebc:
+            return ebc.state_dict()["embedding_bags.a.weight"]
+
+    torch.manual_seed(5)
+    first, second = values(), values()
+    assert not torch.isin(first, second).any()
+    torch.manual_seed(5)
+    assert torch.equal(values(), first) and torch.equal(values(), second)
+    before = torch.get_rng_state()
+    same_bits(values(seed=7), initial_table(7, 0, 30, 3), "a")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_init_callable() -> None:
     def init(rows: np.ndarray, dim: int) -> np.ndarray:
         return (rows[:, None] * 100 + np.arange(dim)).astype(np.float32)
@@ -312,6 +328,15 @@ def test_init_callable() -> None:
         assert out[:, 0].tolist() == [[700, 701, 702], [2900, 2901, 2902]]
         same_bits(ebc.state_dict()["embedding_bags.a.weight"], init(np.arange(30), 3), "a")
         same_bits(ebc.state_dict()["embedding_bags.b.weight"], initial_table(0, 1, 30, 3), "b")
+
+
+def test_the_optimizer_of_tables_takes_no_other_parameters() -> None:
+    with opened(TABLES) as ebc:
+        with pytest.raises(UsageError, match="rows only.*to an optimizer of torch of their own") as caught:
+            ebc.optimizer.add_param_group({"params": nn.Linear(3, 1).parameters()})
+        assert "\n" not in str(caught.value)
+        assert len(ebc.optimizer.param_groups) == len(ebc.groups)
+        ebc.optimizer.load_state_dict(ebc.optimizer.state_dict())
 
 
 def test_scheduler_through_the_optimizer() -> None:

@@ -32,6 +32,37 @@ def trained(kind: str, name: str = "sgd", **settings: Any) -> Any:
     return module
 
 
+# --- initial values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_values_come_from_torchs_generator(kind: str) -> None:
+    def made(**settings: Any) -> Tensor:
+        return getattr(cdlrm, kind)(20, 4, optimizer=cdlrm.SGD(lr=0.1), **settings).weight.clone()
+
+    torch.manual_seed(5)
+    first, second = made(), made()
+    assert not torch.isin(first, second).any()
+    torch.manual_seed(5)
+    assert torch.equal(made(), first) and torch.equal(made(), second)
+    torch.manual_seed(6)
+    assert not torch.equal(made(), first)
+    assert torch.equal(made(seed=3), made(seed=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_drawn_where_values_are_given(kind: str) -> None:
+    module = trained(kind)
+    before = torch.get_rng_state()
+    getattr(cdlrm, kind)(20, 4, seed=3)
+    getattr(cdlrm, kind).from_pretrained(torch.zeros(5, 3))
+    assert torch.equal(copy.deepcopy(module).weight, module.weight)
+    assert torch.equal(pickle.loads(pickle.dumps(module)).weight, module.weight)
+    model = nn.Sequential(nn.Embedding(6, 2, _weight=torch.ones(6, 2)))
+    cdlrm.replace_embeddings(model, optimizer=cdlrm.SGD(lr=0.1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # --- Embedding: inputs --------------------------------------------------------------------------
 
 
@@ -518,6 +549,21 @@ def test_import_does_not_bring_the_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parent.parent)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", ["trace", "script"])
+def test_torchscript_is_refused_in_one_sentence(way: str) -> None:
+    bags = cdlrm.EmbeddingBagCollection([cdlrm.Table("a", 9, 4)], optimizer=cdlrm.SGD(lr=0.1))
+    for model, example in (
+        (trained("Embedding"), MATRIX),
+        (nn.Sequential(trained("EmbeddingBag"), nn.Linear(3, 1)), MATRIX),
+        (bags, {"a": torch.tensor([1])}),
+    ):
+        with pytest.raises(UsageError, match="cannot be traced or scripted.*torch.compile") as caught:
+            torch.jit.trace(model, (example,), strict=False) if way == "trace" else torch.jit.script(model)
+        assert "\n" not in str(caught.value)
+        model(example)  # it works as before
 
 
 def test_distributed_data_parallel_with_its_ignore_list(tmp_path: Path) -> None:

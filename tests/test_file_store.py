@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -314,6 +315,9 @@ def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(ConfigError, match="not a folder"):
         make(tmp_path / "f")
+    for folder in ("/proc", "/proc/x"):  # which exists, and where no file or folder can be made
+        with pytest.raises(ConfigError, match="the folder cannot be written"):
+            make(Path(folder))
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -390,7 +394,7 @@ def test_training_gives_the_same_bits_as_in_memory(tmp_path, optimizer):
 def train(store: str, optimizer, batches: list) -> list[np.ndarray]:
     """Weights and states of both tables after `batches`."""
     tables = [Table("a", 500, 12), Table("b", 300, 12)]
-    ebc = cdlrm.EmbeddingBagCollection(tables, optimizer=optimizer, cache_rows=200, store=store)
+    ebc = cdlrm.EmbeddingBagCollection(tables, optimizer=optimizer, cache_rows=200, store=store, seed=0)
     for batch in cdlrm.lookahead(ebc, batches, horizon=4):
         out = ebc(batch)
         (out * out).sum().backward()
@@ -398,6 +402,33 @@ def train(store: str, optimizer, batches: list) -> list[np.ndarray]:
     values += [state.numpy().copy() for name in "ab" for state in ebc.table_state(name).values()]
     ebc.close()
     return values
+
+
+@pytest.mark.parametrize("kind", ["collection", "bag"])
+def test_a_folder_gives_its_seed_to_a_module_without_one(tmp_path: Path, kind: str) -> None:
+    def weight(folder: str, **settings: Any) -> torch.Tensor:
+        settings = {"optimizer": cdlrm.SGD(lr=0.1), "cache_rows": 9, "store": f"file:{tmp_path / folder}", **settings}
+        if kind == "bag":
+            module: Any = cdlrm.EmbeddingBag(40, 4, **settings)
+        else:
+            module = cdlrm.EmbeddingBagCollection([Table("a", 30, 4), Table("b", 40, 8)], **settings)
+        weights = [value.flatten() for value in module.state_dict().values()]
+        module.close()
+        return torch.cat(weights)
+
+    first = weight("one")
+    assert torch.equal(weight("one"), first)
+    assert not torch.equal(weight("two"), first)
+    given = weight("three", seed=5)
+    assert torch.equal(weight("three"), given)
+    with pytest.raises(ConfigError, match="seed = 5, this model 6"):
+        weight("three", seed=6)
+    if kind == "collection":
+        assert not torch.equal(weight("one", fresh_store=True), first)  # nothing of the folder is kept
+    for header in (tmp_path / "two").glob("*.json"):
+        header.write_text("[")
+    with pytest.raises(DataError, match="not the header"):
+        weight("two")
 
 
 def test_state_dict_of_a_table_beyond_memory_is_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def inputs(seed: int, tables: Any = TABLES, size: int = 12) -> dict[str, Any]:
 
 
 def module(**changes: Any) -> cdlrm.EmbeddingBagCollection:
-    settings = {"optimizer": cdlrm.RowWiseAdagrad(lr=0.1), "cache_ratio": 0.4, **changes}
+    settings = {"optimizer": cdlrm.RowWiseAdagrad(lr=0.1), "cache_ratio": 0.4, "seed": 0, **changes}
     return cdlrm.EmbeddingBagCollection(settings.pop("tables", TABLES), **settings)
 
 

@@ -72,7 +72,7 @@ def test_launches_copies_and_waits_of_a_step(monkeypatch: Any, spec: Any, count:
     inputs = [one_hot(rng, some, 600 if with_long_rows else 6) for _ in range(batches)]
     if with_long_rows:  # one row that more than 256 lookups hit
         inputs = [{"t0": (np.where(rng.random(600) < 0.7, 3, i["t0"][0]), None, None)} for i in inputs]
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=600 if with_long_rows else 30 * count)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=600 if with_long_rows else 30 * count, seed=0)
     oracle = Oracle(some, spec)
     train(ebc, oracle, inputs[:6])  # buffers reach their size
     traffic, stats = backend_of(ebc).traffic, ebc.stats()
@@ -97,7 +97,7 @@ def test_waits_for_numbers_that_torch_keeps_on_the_device_are_counted(monkeypatc
     """A GradScaler's scale, what clipping did to the norm, and gradients that may be added to."""
     use(monkeypatch)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    ebc = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20, update="step")
+    ebc = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20, update="step", seed=0)
     ebc.grad_scaler = scaler
     ids = {f"t{i}": torch.arange(4) for i in range(2)}
     for _ in range(3):
@@ -111,7 +111,7 @@ def test_waits_for_numbers_that_torch_keeps_on_the_device_are_counted(monkeypatc
     assert waits["trays"] <= 5, "one for the seeds, three for the plans, one for all norms"
     ebc.close()
     dense = torch.nn.Linear(4, 1)
-    twice = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)
+    twice = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20, seed=0)
     step = torch.optim.SGD(dense.parameters(), lr=0.1)
     dense(torch.ones(4)).sum().backward()
     step.step()
@@ -129,7 +129,7 @@ def test_bytes_over_the_link_are_those_of_the_moves(monkeypatch: Any) -> None:
     assert emulated.made == 0
     rng, some = np.random.default_rng(0), tables(2)
     inputs = [one_hot(rng, some, 12) for _ in range(20)]
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adagrad(lr=0.1), cache_rows=40)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adagrad(lr=0.1), cache_rows=40, seed=0)
     oracle = Oracle(some, cdlrm.Adagrad(lr=0.1))
     traffic = backend_of(ebc).traffic
     train(ebc, oracle, inputs)
@@ -231,7 +231,7 @@ def test_a_gradient_that_is_not_finite_is_raised_in_time_and_stops_every_later_u
     use(monkeypatch, 5 + depth)
     rng, some, bad = np.random.default_rng(0), tables(2), 6
     inputs = [one_hot(rng, some, 8) for _ in range(30)]
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=60)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=60, seed=0)
     oracle, trained = Oracle(some, cdlrm.Adam(lr=0.1)), 0
     look = cdlrm.lookahead(ebc, [to_torch(i) for i in inputs], prefetch_depth=depth)
     with pytest.raises(NonFiniteGradientError, match=f"batch {bad}:"):
@@ -258,7 +258,7 @@ def test_no_room_to_grow(monkeypatch: Any) -> None:
     """The error names batch and stage; afterwards training goes on, exactly, once there is room."""
     use(monkeypatch, 1)
     some = tables(2, rows=50)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=10)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=10, seed=0)
     oracle = Oracle(some, cdlrm.SGD(lr=0.1))
     rng = np.random.default_rng(0)
     train(ebc, oracle, [one_hot(rng, some, 4) for _ in range(3)])
@@ -278,7 +278,7 @@ def test_tables_that_cannot_be_pinned_are_staged_and_said(monkeypatch: Any, capl
     emulated.prepare = lambda backend: backend.fail_at("register", 1)
     some = tables(2)
     with caplog.at_level(logging.WARNING, "cdlrm"):
-        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=20, seed=0)
     assert "staging" in caplog.text and any("staging" in note for note in ebc.notes)
     oracle, rng = Oracle(some, cdlrm.SGD(lr=0.1)), np.random.default_rng(0)
     train(ebc, oracle, [one_hot(rng, some, 5) for _ in range(6)])
@@ -290,7 +290,7 @@ def test_no_pinned_memory_for_plans(monkeypatch: Any) -> None:
     emulated = use(monkeypatch)
     emulated.prepare = lambda backend: backend.fail_at("pinned", 1)
     with pytest.raises(PinError):
-        cdlrm.EmbeddingBagCollection(tables(1), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20)
+        cdlrm.EmbeddingBagCollection(tables(1), optimizer=cdlrm.SGD(lr=0.1), cache_rows=20, seed=0)
 
 
 @pytest.mark.parametrize("kernel", ["fill", "lookup", "update_short"])
@@ -307,7 +307,7 @@ def test_a_device_that_is_lost(monkeypatch: Any, caplog: Any, fault: str) -> Non
     """The error names the stage; nothing hangs, `close` is clean and says what is lost, host tables stay readable."""
     use(monkeypatch, 3)
     some, rng = tables(2, rows=60), np.random.default_rng(0)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30, seed=0)
     oracle = Oracle(some, cdlrm.SGD(lr=0.1))
     train(ebc, oracle, [one_hot(rng, some, 8) for _ in range(8)])
     ebc.flush()
@@ -333,7 +333,7 @@ def test_a_device_that_is_lost_while_counts_of_steps_come_home(monkeypatch: Any)
     use(monkeypatch)
     monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
     some = tables(1)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=20)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=20, seed=0)
     ebc({"t0": torch.arange(8)}).sum().backward()
     backend_of(ebc).fail_at("copy:d2h", 1)
     with pytest.raises(DeviceError, match="counts of steps") as caught:
@@ -348,7 +348,7 @@ def test_ctrl_c_in_the_middle_of_a_transfer(monkeypatch: Any) -> None:
     use(monkeypatch, 2)
     some, rng = tables(2, rows=60), np.random.default_rng(0)
     inputs = [one_hot(rng, some, 8) for _ in range(20)]
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30, seed=0)
     oracle = Oracle(some, cdlrm.SGD(lr=0.1))
     fill, calls = gpu_transfers.Transfers._fill, []
 
@@ -382,7 +382,7 @@ def test_a_module_that_is_dropped_without_close(monkeypatch: Any, zero_copy: boo
     use(monkeypatch, seed, style="late")
     monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver if zero_copy else Emulated.staged_driver)
     some, rng = tables(2, rows=60), np.random.default_rng(seed)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=30)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adam(lr=0.1), cache_rows=30, seed=0)
     backend = backend_of(ebc)
     look = cdlrm.lookahead(ebc, [to_torch(one_hot(rng, some, 8)) for _ in range(9)], prefetch_depth=3)
     for batch, _ in zip(look, range(4), strict=False):
@@ -399,7 +399,7 @@ def test_tables_are_unpinned_after_an_evaluation_that_reads_them(monkeypatch: An
     """Also at the end of a process that has closed nothing."""
     use(monkeypatch, 1)
     monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
-    ebc = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=10)
+    ebc = cdlrm.EmbeddingBagCollection(tables(2), optimizer=cdlrm.SGD(lr=0.1), cache_rows=10, seed=0)
     ids = [{f"t{i}": torch.arange(lo, lo + 5) for i in range(2)} for lo in (0, 5, 10)]
     for each in ids:
         ebc(each).sum().backward()
@@ -416,7 +416,7 @@ def test_several_calls_a_step_weights_that_learn_and_unannounced_ids(monkeypatch
     use(monkeypatch, 11)
     some = tables(2, rows=30, dim=6, pooling="sum")
     spec = cdlrm.Adam(lr=0.05)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=30)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=30, seed=0)
     oracle, rng = Oracle(some, spec), np.random.default_rng(2)
     shape = InputShape(max_batch=4, max_bag=3, weighted={"t0"}, empty_batches=False)
     inputs = [random_inputs(rng, some, shape) for _ in range(10)]
@@ -450,7 +450,7 @@ def test_ids_that_are_on_the_device_are_counted(monkeypatch: Any) -> None:
             return self.as_subclass(torch.Tensor)
 
     some = tables(2)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=30, seed=0)
     ids = {table.name: torch.arange(5) for table in some}
     want = ebc(ids)
     assert backend_of(ebc).traffic.synchronizations["inputs"] == 0
@@ -483,7 +483,7 @@ def test_training_on_a_stream_of_the_users_own(monkeypatch: Any, inside: bool, c
     for seed in range(4):
         use(monkeypatch, seed)
         rng, some = np.random.default_rng(seed), tables(2, rows=50)
-        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adagrad(lr=0.1), cache_rows=cache_rows)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.Adagrad(lr=0.1), cache_rows=cache_rows, seed=0)
         oracle, backend = Oracle(some, cdlrm.Adagrad(lr=0.1)), backend_of(ebc)
         own = backend.new_stream_named("of the user")
         inputs = [one_hot(rng, some, 4 + j % 7) for j in range(14)]
@@ -508,7 +508,7 @@ def test_two_calls_of_a_step_on_two_streams(monkeypatch: Any, look: bool, nonfin
     for seed in range(4):
         use(monkeypatch, seed)
         rng, some, spec = np.random.default_rng(seed), tables(2, rows=50), cdlrm.Adam(lr=0.05)
-        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=40, nonfinite=nonfinite)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=40, nonfinite=nonfinite, seed=0)
         oracle, backend = Oracle(some, spec), backend_of(ebc)
         streams = [backend.compute_stream(), backend.new_stream_named("first"), backend.new_stream_named("second")]
         inputs, others = ([one_hot(rng, some, 5) for _ in range(10)] for _ in range(2))
@@ -537,7 +537,7 @@ def test_room_for_sums_that_was_outgrown_on_another_stream(monkeypatch: Any) -> 
     for seed in range(4):
         use(monkeypatch, seed, style="late")
         some, spec = tables(1, rows=60), cdlrm.SGD(lr=0.05)
-        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=60)
+        ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=60, seed=0)
         backend = backend_of(ebc)
         streams = [backend.compute_stream(), backend.new_stream_named("of the user")]
         rng, oracle = np.random.default_rng(seed), Oracle(some, spec)
@@ -557,8 +557,8 @@ def test_evaluation_needs_no_room_for_a_second_cache(monkeypatch: Any) -> None:
     """With a cache of most of the device's memory, rows that are not cached can still be read, in any batch."""
     some = [cdlrm.Table("t0", 60_000, 64)]
     use(monkeypatch, 3, device_bytes=8 << 20)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=24_000)
-    want = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=2_000)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=24_000, seed=0)
+    want = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=2_000, seed=0)
     rng = np.random.default_rng(0)
     for _ in range(3):
         ids = {"t0": torch.from_numpy(rng.integers(0, 60_000, 500))}
@@ -576,7 +576,7 @@ def test_rows_around_the_chunk_of_256(monkeypatch: Any, spec: Any, count: int) -
     """A row that 256 lookups hit is a short one; one more makes it long."""
     use(monkeypatch, count)
     some = tables(1, dim=5)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=20)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=20, seed=0)
     ids = np.concatenate([np.full(count, 3), np.arange(7)])
     inputs = [{"t0": (np.random.default_rng(j).permutation(ids), None, None)} for j in range(3)]
     train(ebc, oracle := Oracle(some, spec), inputs)
@@ -589,7 +589,7 @@ def test_factors_and_sums_grow_without_a_wait(monkeypatch: Any) -> None:
     use(monkeypatch, 9)
     monkeypatch.setattr(formulas, "LEAST_FACTORS", 4)
     some, spec = tables(1, rows=60), cdlrm.Adam(lr=0.05)
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=60)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=spec, cache_rows=60, seed=0)
     inputs = [{"t0": (np.full(300 + 300 * j, j), None, None)} for j in range(9)]
     waits = backend_of(ebc).traffic.synchronizations["growth"]
     train(ebc, oracle := Oracle(some, spec), inputs)
@@ -621,7 +621,7 @@ def test_a_flush_waits_for_evicted_rows_when_nothing_is_dirty(driver: str, monke
     monkeypatch.setattr(Emulated, "driver", getattr(Emulated, driver))
     use(monkeypatch)
     ebc = cdlrm.EmbeddingBagCollection(
-        [cdlrm.Table("a", 100, 4)], optimizer=cdlrm.SGD(lr=1.0), cache_rows=10, device="cpu"
+        [cdlrm.Table("a", 100, 4)], optimizer=cdlrm.SGD(lr=1.0), cache_rows=10, device="cpu", seed=0
     )
     before = ebc.table_weight("a")
     ebc({"a": torch.arange(10)}).sum().backward()

@@ -19,9 +19,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_python_blocks_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks("python")[number], f"README block {number}", "exec"), {"__name__": "readme"})
+    fills = re.findall(r"([\d,]+) fills", capsys.readouterr().out)
+    assert len(set(fills)) == len(fills), "the text says that each cache moves another number of rows"
 
 
 def commands() -> list[str]:

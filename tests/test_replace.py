@@ -11,6 +11,7 @@ import torch
 from dropin import close, relative
 from examples import sequence_model, two_towers
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import cdlrm
 from cdlrm import ConfigError, UsageError
@@ -192,6 +193,8 @@ class Tied(nn.Module):
         (lambda: nn.Sequential(nn.Embedding(10, 4, dtype=torch.float64)), "float64"),
         (lambda: nn.Sequential(nn.Embedding(10, 4, device="meta")), "meta"),
         (lambda: nn.Sequential(Special(10, 4)), "Special"),
+        (lambda: nn.Sequential(prune.l1_unstructured(nn.Embedding(10, 4), "weight", 0.5)), "no parameter but computed"),
+        (lambda: nn.Sequential(parametrizations.weight_norm(nn.EmbeddingBag(10, 4))), "no parameter but computed"),
         (Tied, "Linear"),
         (lambda: nn.Sequential(nn.Linear(3, 3)), "no nn.EmbeddingBag"),
         (lambda: nn.Embedding(10, 4), "itself an embedding"),

@@ -40,7 +40,7 @@ class Rig:
         self.grad_rng = np.random.default_rng(1000 + seed)
         self.oracle = Oracle(TABLES, SPEC)
         self.ebc: Any = cdlrm.EmbeddingBagCollection(
-            TABLES, optimizer=SPEC, cache_rows=cache_rows, device="cpu", **options
+            TABLES, optimizer=SPEC, cache_rows=cache_rows, device="cpu", seed=0, **options
         )
         self.trained = 0
 

@@ -48,7 +48,7 @@ def run(seed: int, threads: bool) -> tuple[Any, list[str]]:
     inputs = [random_inputs(rng, tables, shape) for _ in range(25)]
     horizon, depth, rows = int(rng.integers(0, 30)), int(rng.integers(0, 5)), int(rng.integers(1, 40))
     shards = int(2 ** rng.integers(0, 3))
-    ebc = cdlrm.EmbeddingBagCollection(tables, optimizer=optimizer, cache_rows=rows, shards=shards)
+    ebc = cdlrm.EmbeddingBagCollection(tables, optimizer=optimizer, cache_rows=rows, shards=shards, seed=0)
     oracle = Oracle(tables, optimizer, seed=0)
     plans: list[str] = []
     for group in ebc.groups:

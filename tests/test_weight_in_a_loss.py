@@ -1,4 +1,5 @@
-"""`.weight` of a table in a loss: refused in the backward pass, where it would be silently left out; reading stays."""
+"""`.weight` of a table in a loss, or the parameters that its rows are not among: refused where the rows would be left
+out silently; reading stays."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import swa_utils
 
 import cdlrm
 from cdlrm import UsageError
@@ -102,3 +105,53 @@ def test_a_table_of_a_collection_is_guarded_in_the_same_way(monkeypatch: pytest.
     monkeypatch.setattr("cdlrm.module.available_bytes", lambda: 100)
     with pytest.raises(UsageError, match=r"'user' needs .* GiB.*iter_tables"):
         tables.table_weight("user")
+
+
+# --- .parameters(), among which no rows are ------------------------------------------------------
+
+
+def with_dense() -> nn.Sequential:
+    return nn.Sequential(table(), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_loss_through_the_parameters_is_refused(copied: bool) -> None:
+    model = copy.deepcopy(with_dense()) if copied else with_dense()
+    ids = torch.tensor([1, 2])
+    model.requires_grad_(False).requires_grad_(True)
+    for penalty in (lambda p: p.square().sum(), lambda p: p.abs().sum(), lambda p: 0 * p.sum()):
+        with pytest.raises(UsageError, match='"anchor".*not among the parameters.*weight_decay=') as caught:
+            (model(ids).sum() + sum(penalty(p) for p in model.parameters())).backward()
+        assert "\n" not in str(caught.value)
+    before = model[0].weight.clone()
+    dense = [p for name, p in model.named_parameters() if not name.endswith("anchor")]
+    (model(ids).sum() + sum(p.square().sum() for p in dense)).backward()
+    assert not torch.equal(model[0].weight, before)
+    model[0].requires_grad_(False)  # a constant
+    (model(ids).sum() + sum(p.square().sum() for p in model.parameters())).backward()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_every_parameter_is_refused_when_it_is_registered(register: str) -> None:
+    for module in (table(), copy.deepcopy(table())):
+        for parameter in module.parameters():
+            with pytest.raises(UsageError, match="leave parameters named \"anchor\" out.*clip_grad_norm_") as caught:
+                getattr(parameter, register)(lambda grad: grad.clamp(-1, 1))
+            assert "\n" not in str(caught.value)
+        before = module.weight.clone()
+        module(torch.tensor([1])).sum().backward()
+        assert not torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("average", [{}, {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.5)}, {"use_buffers": True}])
+def test_an_average_of_the_parameters_is_refused(average: dict[str, Any]) -> None:
+    model = with_dense()
+    averaged = swa_utils.AveragedModel(model, **average)
+    with pytest.raises(UsageError, match=r"rows of Embedding are none.*table_copy and set_table") as caught:
+        averaged.update_parameters(model)
+    assert "\n" not in str(caught.value)
+    dense = swa_utils.AveragedModel(model[1], **average)
+    dense.update_parameters(model[1])
+    model[0].requires_grad_(False)  # equal in both
+    averaged.update_parameters(model)
+    assert int(averaged.n_averaged) == int(dense.n_averaged) == 1

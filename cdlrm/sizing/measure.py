@@ -178,7 +178,7 @@ class Tables:
         tables = [cdlrm.Table(f"c{t + 1}", TABLE_ROWS, case.dim) for t in range(TABLES)]
         optimizer = TABLE_OPTIMIZERS[case.optimizer](lr=0.01)
         self.collection = cdlrm.EmbeddingBagCollection(
-            tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu"
+            tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu", seed=0
         )
         self.collection.told_accumulation = True  # no optimizer of torch's follows its backward passes
         self.shape = Shape(
@@ -271,7 +271,7 @@ class Whole:
         optimizer = TABLE_OPTIMIZERS[case.optimizer](lr=0.01)
         tables = [cdlrm.Table(f"c{t + 1}", TABLE_ROWS, case.dim) for t in range(TABLES)]
         self.collection = cdlrm.EmbeddingBagCollection(
-            tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu"
+            tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu", seed=0
         )
         pairs = (TABLES + 1) * TABLES // 2
         self.shape = Shape(

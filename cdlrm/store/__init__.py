@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +14,10 @@ from ..initial import Initializer
 from ..optim import Optimizer
 from ..table import Table
 from .file import FileStore
+from .folder import seed_of
 from .ram import RamStore
 
-__all__ = ["FileStore", "RamStore", "Store", "open_store"]
+__all__ = ["FileStore", "RamStore", "Store", "open_store", "seed_in"]
 
 
 class Store(Protocol):
@@ -88,3 +90,8 @@ def open_store(
     if isinstance(spec, str) and spec.startswith("file:") and len(spec) > len("file:"):
         return FileStore(spec[len("file:") :], group, tables, optimizer, initializer, driver, seed, fresh=fresh)
     raise ConfigError(f'store={spec!r}: must be "ram", or "file:DIR" for tables larger than the memory.')
+
+
+def seed_in(spec: str) -> int | None:
+    """The seed of the records that `spec` has already: of a folder that was used before, else None."""
+    return seed_of(Path(spec[len("file:") :])) if isinstance(spec, str) and spec.startswith("file:") else None

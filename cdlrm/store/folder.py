@@ -28,7 +28,7 @@ from ..table import Table
 
 FORMAT = "cdlrm file store"
 VERSION = 1
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)  # the last: /proc and the like
 
 
 def identity(tables: Sequence[Table], optimizer: Optimizer, initializer: Initializer, seed: int) -> dict[str, Any]:
@@ -51,6 +51,18 @@ def identity(tables: Sequence[Table], optimizer: Optimizer, initializer: Initial
         "seed": int(seed),
         "initial_values_checksum": [zlib.crc32(pair.data) for pair in sample.reshape(len(tables), -1)],
     }
+
+
+def seed_of(folder: Path) -> int | None:
+    """The seed of the stores in a folder; None where there is none that can be read (opening them says why)."""
+    for header in sorted(folder.glob("group*.json")):
+        try:
+            seed = json.loads(header.read_text(encoding="utf-8"))["facts"]["seed"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(seed, int):
+            return seed
+    return None
 
 
 def disk_error(path: Path, doing: str, error: OSError) -> DataError:
@@ -107,7 +119,9 @@ class StoreFolder:
     def _make_folder(self) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self.folder.parent.exists():
+                raise self._unusable(error) from error
             raise ConfigError(
                 f"store='file:{self.folder}': the parent folder {self.folder.parent} does not exist; create it."
             ) from None
@@ -118,9 +132,9 @@ class StoreFolder:
 
     def _unusable(self, error: OSError) -> ConfigError:
         if error.errno in _NOT_WRITABLE:
+            why = "nothing can be made there" if error.errno == errno.ENOENT else error.strerror
             return ConfigError(
-                f"store='file:{self.folder}': the folder cannot be written ({error.strerror}); "
-                "use one that this user may write."
+                f"store='file:{self.folder}': the folder cannot be written ({why}); use one that this user may write."
             )
         return ConfigError(f"store='file:{self.folder}': {error.strerror or error}; use another folder.")
 
