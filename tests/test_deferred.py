@@ -450,12 +450,12 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
 def test_non_finite_gradients_without_a_scaler() -> None:
     for update in ("backward", "step"):
-        module = cdlrm.EmbeddingBag(8, 3, optimizer=cdlrm.SGD(lr=0.1), update=update)
+        module = cdlrm.EmbeddingBag(8, 3, optimizer=cdlrm.SGD(lr=0.1), update=update, seed=0)
         before = module.weight.clone()
         with pytest.raises(cdlrm.NonFiniteGradientError, match="nothing was updated"):
             (module(torch.tensor([[1, 2]])) * float("inf")).sum().backward()
             module.flush()  # a GPU tells later
-        skipping = cdlrm.EmbeddingBag(8, 3, optimizer=cdlrm.SGD(lr=0.1), update=update, nonfinite="skip")
+        skipping = cdlrm.EmbeddingBag(8, 3, optimizer=cdlrm.SGD(lr=0.1), update=update, nonfinite="skip", seed=0)
         (skipping(torch.tensor([[1, 2]])) * float("nan")).sum().backward()
         skipping.optimizer.step()
         assert skipping.stats()["skipped_steps"] == 1

@@ -215,7 +215,9 @@ def test_real_ids(data_dir: Path, cache_ratio: float) -> None:
         batches.append(inputs)
     setting = Setting(tables, cdlrm.RowWiseAdagrad(lr=0.1), InputShape(), 2, 8, None, torch.int64, 0)
     recorder = Recorder(setting, batches, rng, evaluate=False)
-    ebc = cdlrm.EmbeddingBagCollection(tables, optimizer=setting.optimizer, cache_ratio=cache_ratio, device="cpu")
+    ebc = cdlrm.EmbeddingBagCollection(
+        tables, optimizer=setting.optimizer, cache_ratio=cache_ratio, device="cpu", seed=0
+    )
     loader = [to_torch(b) for b in batches]
     recorder.follow(ebc, cdlrm.lookahead(ebc, loader, horizon=8, prefetch_depth=2), f"real ids, cache {cache_ratio}")
     assert (ebc.stats()["evicts"] > 0) == (cache_ratio < 1.0)

@@ -603,7 +603,7 @@ def test_trays_that_grow_are_counted_as_waits_and_are_few(monkeypatch: Any) -> N
     use(monkeypatch, 3, check=False, compare=0)
     monkeypatch.setattr(Emulated, "driver", Emulated.zero_copy_driver)
     rng, some, sizes = np.random.default_rng(0), tables(1, rows=40), [1000 + 60 * j for j in range(60)]
-    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=40)
+    ebc = cdlrm.EmbeddingBagCollection(some, optimizer=cdlrm.SGD(lr=0.1), cache_rows=40, seed=0)
     waits, ring = backend_of(ebc).traffic.synchronizations, ebc.groups[0].records.transfers.ring
     start = waits["trays"]
     train(ebc, oracle := Oracle(some, cdlrm.SGD(lr=0.1)), [one_hot(rng, some, size) for size in sizes])
