@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import UsageError
-from .gradient import refuse_replaced
+from .gradient import WaitingGradient, refuse_replaced
 
 log = logging.getLogger("cdlrm")
 
@@ -118,6 +118,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _stepped.add(optimizer)
     for module in list(_watched):
         if module.groups[0].deferred is not None:
+            _expect_step(module, optimizer)
             continue
         own = module.optimizer is optimizer or any(p is module.anchor for p in _parameters(optimizer))
         if tables and not own:
@@ -142,6 +143,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             )  # fmt: skip
         elif own:
             raise UsageError(_refusal(module))
+
+
+def _expect_step(module: Any, optimizer: torch.optim.Optimizer) -> None:
+    """With `update="step"`: say it when the rows' gradients wait and only torch's optimizer, which holds the anchor, is
+    stepped."""
+    if optimizer is module.optimizer:
+        module.steps_of_others = 0
+    elif isinstance(module.anchor.grad, WaitingGradient) and any(p is module.anchor for p in _parameters(optimizer)):
+        module.steps_of_others += 1
+        if module.steps_of_others == 3:
+            log.warning(
+                "the rows of %s are not trained: %s was stepped three times while their gradients waited; call "
+                "module.optimizer.step() too, where it is stepped (said once)",
+                type(module).__name__, type(optimizer).__name__,
+            )  # fmt: skip
 
 
 def _fresh(module: Any, optimizer: torch.optim.Optimizer) -> tuple[int, int]:

@@ -8,6 +8,7 @@ the user's own function is written whole.  Nothing here holds more than a few pi
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +24,10 @@ from .group import Group
 from .initial import Initializer
 from .normal import Normal
 
+log = logging.getLogger("cdlrm")
+
 BLOCK_ROWS = 1 << 16  # rows that a store is asked for at once
+TOLD_BYTES = 1 << 30  # of a table whose rows are all written
 ROW_BYTES = 8  # a row's number
 
 
@@ -207,6 +211,13 @@ def restore_table(parts: Parts, saved: SavedTable, group: Group, number: int) ->
     base = int(group.bases[number])
     same = saved.generator is not None and saved.generator == _generator(group, number)
     bits = group.store.trained if same else None
+    size = saved.rows * group.store.record_bytes
+    if saved.generator is not None and not same and size >= TOLD_BYTES:
+        log.warning(
+            "table %r: the module's initial rows are others than the checkpoint's, so all %.1f GiB of it are written; of "
+            "a module that was made with seed=%d only the trained rows are", saved.name, size / 2**30,
+            saved.generator["seed"],
+        )  # fmt: skip
     for lo, hi in saved.pieces:
         _restore_piece(parts, saved, group, base, bits, lo, hi)
     group.set_table_steps(number, saved.steps)

@@ -72,7 +72,7 @@ class CachedModule(nn.Module):
         self.output_dtype = torch.float32
         self.grad_scaler: Any = None
         self.updates_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # see `accumulation.py`
-        self.updates_seen = 0
+        self.updates_seen = self.steps_of_others = 0
         self.told_accumulation = False
         self.several_updates_a_step = False
         self.newest_pass = 0  # see `scaling.py`

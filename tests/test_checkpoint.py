@@ -709,3 +709,19 @@ def test_extra_memory_is_small_whatever_the_size_of_the_tables(tmp_path: Path) -
     figures = {name: float(value) for name, value in (line.split() for line in out.splitlines())}
     assert figures.pop("tables") > 700
     assert all(value < 256 for value in figures.values()), figures
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_load_that_writes_every_row_of_a_large_table_is_told(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cdlrm.checkpoint_tables.TOLD_BYTES", 1000)
+
+    def made(seed: int) -> cdlrm.EmbeddingBagCollection:
+        return cdlrm.EmbeddingBagCollection([cdlrm.Table("t", 500, 4)], optimizer=cdlrm.SGD(lr=0.1), seed=seed)
+
+    cdlrm.save(tmp_path, first := made(1))
+    second = made(seed)
+    cdlrm.load(tmp_path, second)
+    assert torch.equal(first.table_copy("t"), second.table_copy("t"))
+    assert ("made with seed=1 only" in caplog.text) == (seed == 2)

@@ -724,6 +724,20 @@ def test_accumulating_rows_alone_is_refused(holds: str) -> None:
         assert bag.told_accumulation == (k > 1)
 
 
+@pytest.mark.parametrize("rows_too", [False, True])
+def test_rows_that_nobody_steps_are_told(rows_too: bool, caplog: pytest.LogCaptureFixture) -> None:
+    bag = cdlrm.EmbeddingBag(20, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1), update="step")
+    torchs = torch.optim.SGD(bag.parameters(), lr=0.1)
+    for _ in range(10):
+        torchs.zero_grad()
+        bag(torch.tensor([[1, 3]])).sum().backward()
+        torchs.step()
+        if rows_too:
+            bag.optimizer.step()
+    told = [record for record in caplog.records if "module.optimizer.step()" in record.message]
+    assert len(told) == (0 if rows_too else 1)
+
+
 @pytest.mark.parametrize("poison", [set(), {3, 4}])
 def test_a_step_that_a_scaler_skips_is_no_accumulation(poison: set[int]) -> None:
     bag = cdlrm.EmbeddingBag(20, 4, mode="sum", optimizer=cdlrm.SGD(lr=0.1))
