@@ -214,8 +214,8 @@ def restore_table(parts: Parts, saved: SavedTable, group: Group, number: int) ->
     size = saved.rows * group.store.record_bytes
     if saved.generator is not None and not same and size >= TOLD_BYTES:
         log.warning(
-            "table %r: the module's initial rows are others than the checkpoint's, so all %.1f GiB of it are written; of "
-            "a module that was made with seed=%d only the trained rows are", saved.name, size / 2**30,
+            "table %r: the module's initial rows are others than the checkpoint's, so all %.1f GiB of it are written; "
+            "of a module that was made with seed=%d only the trained rows are", saved.name, size / 2**30,
             saved.generator["seed"],
         )  # fmt: skip
     for lo, hi in saved.pieces:
