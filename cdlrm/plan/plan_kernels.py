@@ -219,10 +219,12 @@ def fill_missing(
 
 @jit
 def segments(shard, bounds, entry, index, entry_slot, lookup_base, slots, seg_start, seg_lookup):
-    """Counting sort of a shard's lookups (see `scan`) by entry; `slots[lookup]` for each of them.
+    """Counting sort of a shard's lookups (see `scan`) by entry, and the slot of each of them.
 
     `index` are the lookups' numbers in the batch (empty: 0, 1, 2, …).  `seg_start` (where each entry's
     lookups start, counted from `lookup_base`) and `seg_lookup` are the shard's sections of the plan's.
+    `slots` are in the order of the lookups if they are one section a shard, else in the order of the sections: threads
+    that write here and there in the same cache lines would wait for each other; `put_slots` is left to do.
     """
     u = entry_slot.size
     cursor = np.zeros(2 * u, np.int32)  # next place, slot
@@ -237,6 +239,7 @@ def segments(shard, bounds, entry, index, entry_slot, lookup_base, slots, seg_st
         cursor[U(2 * e + 1)] = entry_slot[U(e)]
         total += count
     plain = index.size == 0
+    direct = bounds.shape[0] == 1
     for section in range(bounds.shape[0]):
         for i in range(bounds[section, shard], bounds[section, shard + 1]):
             e = entry[U(i)]
@@ -244,7 +247,14 @@ def segments(shard, bounds, entry, index, entry_slot, lookup_base, slots, seg_st
             cursor[U(2 * e)] = at + 1
             lookup = np.int64(i) if plain else np.int64(index[U(i)])
             seg_lookup[U(at)] = lookup
-            slots[U(lookup)] = cursor[U(2 * e + 1)]
+            slots[U(lookup if direct else i)] = cursor[U(2 * e + 1)]
+
+
+@jit
+def put_slots(first, last, index, section_slots, slots):
+    """`slots` of the lookups in the sections [first, last), from the order of the sections."""
+    for i in range(first, last):
+        slots[U(index[U(i)])] = section_slots[U(i)]
 
 
 @jit

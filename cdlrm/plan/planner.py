@@ -211,7 +211,7 @@ class Planner:
         lookup_start, entry_start = np.empty(self.shards + 1, np.int64), np.empty(self.shards + 1, np.int64)
         plan_kernels.sections(batch, waiting.bounds, shards.start, lookup_start, entry_start)
         slots, seg_lookup, seg_start = (np.empty(size, np.int32) for size in (lookups, lookups, total + 1))
-        seg_start[total] = lookups
+        seg_start[total], sections = lookups, slots
         entry_slot, fill_slots, evict_slots = (np.empty(total, np.int32) for _ in range(3))
         entry_row, fill_rows, evict_rows = (np.empty(total, np.int64) for _ in range(3))
         out = np.empty((self.shards, 16), np.int64)  # a cache line each, and a gap
@@ -219,11 +219,20 @@ class Planner:
         def plan(first: int, last: int) -> None:
             plan_kernels.plan_shards(
                 first, last, self.shards, depth, waiting.bounds, waiting.entry, waiting.index, lookup_start,
-                entry_start, *shards.arrays, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots,
-                evict_rows, evict_slots, out,
+                entry_start, *shards.arrays, sections, entry_slot, entry_row, seg_start, seg_lookup, fill_rows,
+                fill_slots, evict_rows, evict_slots, out,
             )  # fmt: skip
 
-        self._run([Phase(self.shards, plan)], lookups)
+        phases = [Phase(self.shards, plan)]
+        if len(waiting.bounds) > 1:
+            slots = np.empty(lookups, np.int32)
+
+            def put_slots(first: int, last: int) -> None:
+                begin, end = int(waiting.bounds[first, 0]), int(waiting.bounds[last - 1, self.shards])
+                plan_kernels.put_slots(begin, end, waiting.index, sections, slots)
+
+            phases.append(Phase(len(waiting.bounds), put_slots))
+        self._run(phases, lookups)
         fills = plan_kernels.close_up(entry_start, out[:, 0], fill_rows, fill_slots)
         evicts = plan_kernels.close_up(entry_start, out[:, 1], evict_rows, evict_slots)
         return Plan(

@@ -17,7 +17,8 @@ class Shards:
 
     def __init__(self, number: int, num_rows: int, slots: int) -> None:
         self.number = number
-        self.meta = np.zeros(2 * num_rows, np.int32)
+        lines = np.zeros(2 * num_rows + 16, np.int32)
+        self.meta = lines[-lines.ctypes.data % 64 // 4 :][: 2 * num_rows]  # from the beginning of a cache line
         self.ring, self.link = np.zeros((number, 1), np.int64), np.zeros((number, 1), np.int32)
         self.start, self.listed = np.full((number, 64), k.UNSEEN, np.int64), np.zeros((number, 64), np.int64)
         self.regs = np.zeros((number, k.REGISTERS), np.int64)
