@@ -7,7 +7,8 @@ Where things are, in the order in which a batch meets them (words: README and th
     data/                       files and synthetic data -> `Batch`
     lookups                     a batch's ids, checked and flattened -> `Lookups` of a group
     ahead, horizon, runtime     `lookahead`, how far it looks; reader, planner and transfer threads ahead of the trainer
-    plan/                       window, `Planner`, `Plan`, the rules; MIN, the optimum to compare with
+    plan/                       window, `Planner` (its shards, threads and kernels), `Plan`, the rules; MIN, the
+                                optimum to compare with
     cache, loans, store/        records on the device; those no plan knows of; their home (memory, file)
     group, whole_tables, step, updates, deferred, growth, counts, stats
                                 one row space, cache and plan; its tables as a whole; a batch's life in it; updates, and
@@ -22,9 +23,9 @@ Where things are, in the order in which a batch meets them (words: README and th
                                 what a GPU must offer; CuPy's; compiling, pinning, choosing
     initial, normal             initial values
     optim, fused, gradient      formulas; learning rates and gradients as torch sees them
-    module, anchor, autograd, accumulation, averaging, compiler
-                                what all modules share; their parameter; the bridge to autograd; accumulation noticed;
-                                averages of parameters refused; no tracing
+    module, anchor, autograd, accumulation, scaling, averaging, compiler
+                                what all modules share; their parameter; the bridge to autograd; accumulation, and a
+                                GradScaler that is not known, noticed; averages of parameters refused; no tracing
     embedding, bag, replace, weight, reference
                                 `EmbeddingBagCollection`; `EmbeddingBag`, `Embedding`; a model's own; `.weight`; tables
                                 too large for a state_dict
