@@ -104,7 +104,7 @@ def refuse_accumulation(module: Any, earlier: Earlier | None) -> None:
 
 def _refusal(module: Any) -> str:
     return (
-        f"gradients are accumulated over several backward passes, but each of them updates the rows of "
+        f"gradients are accumulated over several backward passes before a step, but each of them updates the rows of "
         f'{type(module).__name__} at once; make the module with update="step", call its optimizer.step(), and start '
         f"the training again, since the first step has had such updates already (or set "
         f"module.several_updates_a_step = True if that is what you want)."
@@ -123,14 +123,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         own = module.optimizer is optimizer or any(p is module.anchor for p in _parameters(optimizer))
         if tables and not own:
             continue
-        made, fresh = _fresh(module, optimizer)
+        made, fresh = _fresh(module, optimizer, own)
         if fresh > 1 and own:
             for group in module.groups:
                 group.count_skipped()  # what the device has skipped was no update
-            made, fresh = _fresh(module, optimizer)
+            made, fresh = _fresh(module, optimizer, own)
         module.updates_known[optimizer] = module.updates_seen = made
+        if own:
+            module.updates_stepped = made
         if fresh:
-            refuse_replaced(module.anchor)
+            refuse_replaced(module.anchor, held=own and not tables)
         if fresh <= 1 or module.several_updates_a_step:
             continue
         if not module.told_accumulation and (own or _added(optimizer, fresh)):
@@ -146,24 +148,29 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _expect_step(module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """With `update="step"`: say it when the rows' gradients wait and only torch's optimizer, which holds the anchor, is
-    stepped."""
+    """With `update="step"`: say it when the rows' gradients never come to their optimizer's step, since only torch's is
+    stepped, or zero_grad of what holds the anchor comes first."""
+    grad = module.anchor.grad
     if optimizer is module.optimizer:
-        module.steps_of_others = 0
-    elif isinstance(module.anchor.grad, WaitingGradient) and any(p is module.anchor for p in _parameters(optimizer)):
-        module.steps_of_others += 1
-        if module.steps_of_others == 3:
-            log.warning(
-                "the rows of %s are not trained: %s was stepped three times while their gradients waited; call "
-                "module.optimizer.step() too, where it is stepped (said once)",
-                type(module).__name__, type(optimizer).__name__,
-            )  # fmt: skip
+        late = grad is None and module.waits()
+        module.steps_without_rows = module.steps_without_rows + 1 if late else 0
+    elif isinstance(grad, WaitingGradient) and any(p is module.anchor for p in _parameters(optimizer)):
+        module.steps_without_rows += 1
+    else:
+        return
+    if module.steps_without_rows == 5:
+        log.warning(
+            "the rows of %s are not trained: their gradients waited, but were dropped, or torch's optimizers alone "
+            "were stepped, in five steps; call module.optimizer.step() too, before any zero_grad (said once)",
+            type(module).__name__,
+        )  # fmt: skip
 
 
-def _fresh(module: Any, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Updates that the module has made, and those of them since the optimizer's last step, or since any one's."""
-    made = module.updates_made()
-    return made, made - module.updates_known.get(optimizer, module.updates_seen)
+def _fresh(module: Any, optimizer: torch.optim.Optimizer, own: bool) -> tuple[int, int]:
+    """Updates that the module has made, and those of them since the optimizer's last step; where it is its `own`, since
+    the last one of any such; of one that is new, since any one's."""
+    made, known = module.updates_made(), module.updates_known
+    return made, made - (module.updates_stepped if own else known.get(optimizer, module.updates_seen))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -88,11 +88,11 @@ def applied_gradient(verdict: Verdict | None, scaler_known: bool, like: Tensor, 
     return out
 
 
-def refuse_replaced(anchor: Tensor) -> None:
-    """At an optimizer's step after an update in the backward pass: UsageError if `p.grad = p.grad / 2` or the like was
-    done with an anchor's gradient, since the rows have not seen it."""
-    if anchor.grad is not None and not isinstance(anchor.grad, AppliedGradient):
-        raise UsageError(f"the gradient of a cdlrm module's anchor was replaced, but {_APPLIED}")
+def refuse_replaced(anchor: Tensor, held: bool) -> None:
+    """At an optimizer's step after an update in the backward pass: UsageError if `p.grad = p.grad / 2`, or `p.grad =
+    None` where the optimizer has `held` the anchor, was done with the anchor's gradient: the rows have not seen it."""
+    if not isinstance(anchor.grad, AppliedGradient) and (held or anchor.grad is not None):
+        raise UsageError(f"the gradient of a cdlrm module's anchor was replaced or dropped, but {_APPLIED}")
 
 
 def tell_scaler(group: Group) -> None:

@@ -72,7 +72,7 @@ class CachedModule(nn.Module):
         self.output_dtype = torch.float32
         self.grad_scaler: Any = None
         self.updates_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # see `accumulation.py`
-        self.updates_seen = self.steps_of_others = 0
+        self.updates_seen = self.updates_stepped = self.steps_without_rows = 0
         self.told_accumulation = False
         self.several_updates_a_step = False
         self.newest_pass = 0  # see `scaling.py`
@@ -149,12 +149,16 @@ class CachedModule(nn.Module):
 
     def updates_made(self) -> int:
         """Updates in the backward pass so far (0 with `update="step"`)."""
-        return max(group.updates.made if group.deferred is None else 0 for group in self.groups)
+        return max(group.updates.made(self) if group.deferred is None else 0 for group in self.groups)
+
+    def waits(self) -> bool:
+        """Whether row gradients wait for the optimizer's step (`update="step"`), dropped by zero_grad or not."""
+        return any(call.owner is self for group in self.groups for call in self._waiting(group))
 
     def gradients_come(self) -> None:
         """Before another backward pass adds to the row gradients that wait: what was done to the anchor's
         gradient since they came (clipped, zeroed) is done to them, and not to the new ones."""
-        if not any(call.owner is self for group in self.groups for call in self._waiting(group)):
+        if not self.waits():
             return
         scale = self.gradient_scale()
         for group in self.groups:

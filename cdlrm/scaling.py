@@ -26,8 +26,9 @@ from torch.amp import GradScaler
 from .errors import UsageError
 
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
-# Backward passes that are running and whose loss a GradScaler has scaled, and the thread that asked it to.
-_running: dict[int, tuple[weakref.ref[GradScaler], int]] = {}
+# Backward passes that are running and whose loss a GradScaler has scaled: which, the thread that asked it to, and the
+# thread that runs the pass (another one where the loss is on a GPU).
+_running: dict[int, tuple[weakref.ref[GradScaler], int, int]] = {}
 _marked: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # whose losses carry marks
 _stepped: weakref.WeakKeyDictionary[GradScaler, int] = weakref.WeakKeyDictionary()  # at which pass of a module
 _unscaled: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # those that have unscaled an optimizer since their `update`
@@ -51,7 +52,7 @@ def pass_may_begin() -> None:
     failed."""
     if _running and torch._C._current_graph_task_id() == -1:
         here = threading.get_ident()
-        for number in [number for number, (_, thread) in list(_running.items()) if thread == here]:
+        for number in [number for number, (_, thread, _) in list(_running.items()) if thread == here]:
             _running.pop(number, None)
 
 
@@ -63,7 +64,8 @@ def refuse_wrong_scaler(module: Any, deferred: bool) -> None:
     known = module.grad_scaler
     if known is not None and not known.is_enabled():
         return
-    scalers = [scaler for reference, _ in list(_running.values()) if (scaler := reference()) is not None]
+    here = threading.get_ident()
+    scalers = [s for reference, _, runs in list(_running.values()) if runs == here and (s := reference()) is not None]
     name = type(module).__name__
     if known is not None and not scalers and known.get_scale() != 1.0:
         raise UsageError(
@@ -120,7 +122,7 @@ def _pass_begins(reference: weakref.ref[GradScaler], thread: int, grads: Any) ->
     if scaler is not None:
         _marked.add(scaler)
         number = torch._C._current_graph_task_id()
-        _running[number] = reference, thread
+        _running[number] = reference, thread, threading.get_ident()
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_pass_ends, number))
 
 

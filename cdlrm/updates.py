@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -30,9 +31,9 @@ class Updates:
         self.optimizer, self.cache, self.store, self.counts = optimizer, cache, store, counts
         self.resident, self.in_place = resident, in_place
         self.host: CpuDriver = driver.host
-        self.number = 0
-        self._suppressed = 0
-        self._undecided: list[list[Verdict]] = []  # by update, what the device has not told yet
+        self._made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by the module whose calls took part
+        # By update, what the device has not told yet, and whose calls took part.
+        self._undecided: list[tuple[list[Verdict], WeakSet[Any]]] = []
         self._stamps: np.ndarray | None = None
 
     def run(
@@ -43,9 +44,12 @@ class Updates:
 
         `plan`: the plan of exactly these calls; otherwise the rows are at `slots` (None: where the calls say).
         """
+        owners = {call.owner for call in calls if call.owner is not None}
+        for owner in owners:
+            self._made[owner] = self.made(owner) + 1
         waiting = [verdict for verdict in verdicts if verdict.known is None and not verdict.raising]
         if waiting:
-            self._undecided.append(waiting)
+            self._undecided.append((waiting, WeakSet(owners)))
         started = time.perf_counter()
         if plan is not None:
             segments = Segments(plan.seg_slot, plan.seg_start, plan.seg_lookup, plan.seg_row)
@@ -54,7 +58,6 @@ class Updates:
                 slots = calls[0].slots if len(calls) == 1 else np.concatenate([call.slots for call in calls])
             segments = self.host.build_segments(slots, self._scratch())
             segments.seg_row = segments.seg_slot if self.resident else self.cache.slot_row[segments.seg_slot]
-        self.number += 1
         if self.in_place:  # before: an interrupt behind the update must not leave rows unmarked
             assert isinstance(self.store, RamStore)
             self.store.mark(segments.seg_slot)
@@ -63,10 +66,10 @@ class Updates:
         self.cache.records.update(Update(self.optimizer, lr, calls, segments, plan, list(verdicts)))
         self.counts.seconds_update += time.perf_counter() - started
 
-    @property
-    def made(self) -> int:
-        """Updates so far, without those of which the device has told that it skipped them."""
-        return self.number - self._suppressed
+    def made(self, module: Any) -> int:
+        """Updates so far in which calls of `module` took part, without those of which the device has told that it
+        skipped them."""
+        return self._made.get(module, 0)
 
     def _scratch(self) -> np.ndarray:
         slots = self.store.num_rows if self.in_place else int(self.cache.slot_row.size)
@@ -79,15 +82,15 @@ class Updates:
     def decide(self) -> None:
         """Count the updates that the device skipped, once it has told."""
         updates, self._undecided = self._undecided, []
-        for verdicts in updates:
+        for verdicts, owners in updates:
             if any(verdict.known is None for verdict in verdicts):
-                self._undecided.append(verdicts)
-            else:
-                skipped = any(verdict.known is False for verdict in verdicts)
-                self.counts.skipped_steps += skipped
-                self._suppressed += skipped
+                self._undecided.append((verdicts, owners))
+            elif any(verdict.known is False for verdict in verdicts):
+                self.counts.skipped_steps += 1
+                for owner in owners:
+                    self._made[owner] -= 1
 
     def wait(self) -> None:
         """Until the device has told of all updates until now."""
-        for verdict in [verdict for verdicts in self._undecided for verdict in verdicts]:
+        for verdict in [verdict for verdicts, _ in self._undecided for verdict in verdicts]:
             bool(verdict)

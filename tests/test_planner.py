@@ -488,3 +488,15 @@ def test_campaign_against_brute_force(seed: int) -> None:
         slots = max(1, smallest_cache(small, depth)) + int(rng.integers(0, 4))
         assert drive(trace, rows, slots, depth=depth)[0].fills == brute_force_fills(small, slots, depth)
         assert held_rows(small, 0, depth) == set(small[0])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_map_of_slots_is_the_callers(shards: int) -> None:
+    planner = Planner(100, 12, 1, shards)
+    planner.scan(np.arange(5))
+    planner.plan()
+    before = planner.slot_rows()
+    kept = before.copy()
+    planner.scan(np.arange(50, 55))
+    planner.plan()
+    assert np.array_equal(before, kept) and not np.array_equal(planner.slot_rows(), kept)

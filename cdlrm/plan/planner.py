@@ -252,7 +252,7 @@ class Planner:
 
     def slot_rows(self) -> np.ndarray:
         """Row in each slot after the newest plan, int64 [cache_rows]; -1 = empty."""
-        return np.ascontiguousarray(self._shards.slot_row[:, 1:].T).reshape(-1)
+        return self._shards.slot_row[:, 1:].flatten(order="F")
 
     def reset(self, slot_rows: np.ndarray) -> None:
         """Forget the window; from now on the cache holds `slot_rows int64 [cache_rows]` (-1: empty).
