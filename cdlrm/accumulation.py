@@ -53,10 +53,11 @@ class Earlier:
     def refuse(self, module: Any, ended: bool) -> None:
         """In the backward pass of that call before rows are updated, or when it has `ended`: UsageError if it has added
         to them."""
-        # More than one change: it was zeroed in place in between.
-        if any(seen.changes() == 1 for seen in self.theirs) and (ended or not self.stepped):
-            if not any(seen.changes() for seen in self.stepped):
-                raise UsageError(_refusal(module))
+        if self.stepped and not ended:
+            return
+        added = any(seen.changes() == 1 for seen in self.theirs)  # by more it was zeroed in place in between
+        if added and not any(seen.changes() for seen in self.stepped):
+            raise UsageError(_refusal(module))
 
 
 class _Seen:
@@ -116,11 +117,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     tables = getattr(optimizer, "of_tables", False)
     if not tables:
         _stepped.add(optimizer)
+    held = {id(parameter) for parameter in _parameters(optimizer)}
     for module in list(_watched):
+        own = module.optimizer is optimizer or id(module.anchor) in held
         if module.groups[0].deferred is not None:
-            _expect_step(module, optimizer)
+            if own:
+                _expect_step(module, optimizer)
             continue
-        own = module.optimizer is optimizer or any(p is module.anchor for p in _parameters(optimizer))
         if tables and not own:
             continue
         made, fresh = _fresh(module, optimizer, own)
@@ -148,13 +151,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _expect_step(module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """With `update="step"`: say it when the rows' gradients never come to their optimizer's step, since only torch's is
-    stepped, or zero_grad of what holds the anchor comes first."""
+    """With `update="step"`, at a step of the module's optimizer or of one that holds its anchor: say it when the rows'
+    gradients never come to their step, since only torch's is made, or since zero_grad comes first."""
     grad = module.anchor.grad
     if optimizer is module.optimizer:
         late = grad is None and module.waits()
         module.steps_without_rows = module.steps_without_rows + 1 if late else 0
-    elif isinstance(grad, WaitingGradient) and any(p is module.anchor for p in _parameters(optimizer)):
+    elif isinstance(grad, WaitingGradient):
         module.steps_without_rows += 1
     else:
         return

@@ -102,7 +102,7 @@ class Initializer:
         names: Sequence[str] | None = None,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-            raise ConfigError(f"seed={seed!r} is outside [0, 2^64); pass such an integer.")
+            raise ConfigError(f"seed={seed!r}: must be an integer within [0, 2^64).")
         self.dim = dim
         self._bases = np.array(bases, np.int64)
         self._inits = list(inits)

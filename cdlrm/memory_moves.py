@@ -11,16 +11,13 @@ from collections import deque
 
 import numpy as np
 
-from .data import Batch
 from .datasets import Datasets
 from .driver.gpu_transfers import PIECE_ROWS
 from .driver.signatures import LONG_ROW
 from .driver.tray_sizes import Carried, Moves
-from .memory_use import COUNTED_BATCHES
+from .memory_use import COUNTED_BATCHES, TEST_BATCHES, group_rows
 from .plan import Plan, Planner
 from .store import bits
-
-TEST_BATCHES = 32  # of an evaluation: the largest of some is near the largest of all
 
 
 def planned_moves(
@@ -37,7 +34,7 @@ def planned_moves(
         for number, batch in enumerate(data.test):
             if number == TEST_BATCHES:
                 break
-            run.tests.append((_rows(batch, bases), batch.size * len(bases)))
+            run.tests.append((group_rows(batch, bases), batch.size * len(bases)))
         run.evaluate()
     complete = True
     for epoch in range(epochs):
@@ -48,7 +45,7 @@ def planned_moves(
             if run.planner.scanned == COUNTED_BATCHES:
                 complete = False
                 break
-            run.planner.scan(_rows(batch, bases))
+            run.planner.scan(group_rows(batch, bases))
             run.bags.append(batch.size * len(bases))
             if run.planner.window > max(horizon, depth):
                 run.begin()
@@ -61,10 +58,6 @@ def planned_moves(
     run.moves.slots = run.planner.cache_rows
     run.planner.close()
     return run.moves, complete
-
-
-def _rows(batch: Batch, bases: dict[str, np.integer]) -> np.ndarray:
-    return np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
 
 
 class _Run:

@@ -31,7 +31,7 @@ from .datasets import Datasets, open_datasets
 from .driver.base import Driver
 from .driver.foretell import Need
 from .driver.tray_sizes import Carried
-from .memory_moves import TEST_BATCHES, planned_moves
+from .memory_moves import planned_moves
 from .memory_parts import Layout, layout_of, parts_of, tables_of
 from .memory_rehearsal import (
     Cut,
@@ -43,7 +43,7 @@ from .memory_rehearsal import (
     rehearsed_batches,
     start_seconds,
 )
-from .memory_use import Use, count
+from .memory_use import TEST_BATCHES, Use, count
 
 AUC_BYTES = 100  # a test sample, while the area under the curve is computed (measured)
 

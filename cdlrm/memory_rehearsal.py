@@ -25,9 +25,8 @@ from .datasets import Datasets, open_datasets
 from .driver.base import Driver
 from .driver.choose import choose
 from .horizon import LEAST_HORIZON, horizon_for
-from .memory_moves import TEST_BATCHES
 from .memory_parts import Layout
-from .memory_use import REHEARSED_BATCHES
+from .memory_use import REHEARSED_BATCHES, TEST_BATCHES
 from .progress import Listener
 from .train import Trainer
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
-from .data import Source
+from .data import Batch, Source
 from .driver.signatures import LONG_ROW
 from .store import bits
 
 COUNTED_BATCHES = 4096
 REHEARSED_BATCHES = 256  # at most; sizes of batches are taken from as many
+TEST_BATCHES = 32  # evaluated: the largest of some is near the largest of all
 PIECE_ROWS = 1 << 20
 
 
@@ -30,6 +32,11 @@ class Use:
     written: int = 0  # distinct rows of the batches between two checkpoints
 
 
+def group_rows(batch: Batch, bases: Mapping[str, int]) -> np.ndarray:
+    """Rows of all lookups of a batch, int64 [L]; `bases`: the first row of each feature's table."""
+    return np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
+
+
 def count(source: Source, rows: list[int], every: int | None = None) -> Use:
     """Read the ids of an epoch's batches, at most COUNTED_BATCHES, and mark the rows that they use.  `every`: batches
     between two checkpoints."""
@@ -41,7 +48,7 @@ def count(source: Source, rows: list[int], every: int | None = None) -> Use:
         if batches == COUNTED_BATCHES:
             complete = False
             break
-        ids = np.concatenate([jagged.values.numpy() + bases[name] for name, jagged in batch.sparse.items()])
+        ids = group_rows(batch, bases)
         bits.mark(trained, ids)
         if every is not None:
             if batches % every == 0:

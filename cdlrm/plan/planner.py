@@ -47,7 +47,7 @@ class _Scanned:
 
     entry: np.ndarray  # int32 [L], in pieces, each by shard
     index: np.ndarray  # int32 [L], lookup of each (empty for one shard)
-    bounds: np.ndarray  # int64 [pieces, shards + 1]: where each shard's begin in each piece, and the piece's end
+    bounds: np.ndarray  # int64 [pieces, > shards]: where each shard's begin in each piece, and the piece's end
     distinct: int
 
     @property
