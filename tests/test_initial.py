@@ -113,5 +113,5 @@ def test_a_callable_may_return_a_tensor() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 0.5, True, "x"])
 def test_wrong_seeds_are_refused(seed) -> None:
-    with pytest.raises(ConfigError, match="within \[0, 2"):
+    with pytest.raises(ConfigError, match=r"within \[0, 2"):
         Initializer(np.array([0, 1]), [None], seed, 4, [0])
