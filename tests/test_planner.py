@@ -361,17 +361,26 @@ def test_plans_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     assert not any(t.name.startswith("cdlrm-plan") for t in threading.enumerate()), "close ends them"
 
 
-@pytest.mark.parametrize("kernel", ["partition", "scan_shards", "plan_shards"])
-def test_an_error_in_a_thread_reaches_the_caller(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(first: Any, *arrays: Any) -> None:
-        if kernel == "partition" or first == 3:
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("kernel", ["scan_batch", "plan_batch"])
+def test_an_error_in_a_thread_reaches_the_caller(kernel: str, worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody waits for the thread that has failed, wherever it was."""
+    module: Any = plan_kernels if kernel == "plan_batch" else k
+    run, failed = getattr(module, kernel), threading.Event()
+
+    def fail(mine: int, workers: int, claims: np.ndarray, *arrays: Any) -> Any:
+        if mine == worker:
+            claims[1:, 1] = 1  # one member of each phase was begun, and will never be finished
+            failed.set()
             raise MemoryError("injected")
+        assert failed.wait(60)
+        return run(mine, workers, claims, *arrays)
 
     planner = Planner(60_000, 40_000, 1, 4, threads=2)
     planner.scan(np.arange(50_000))
-    monkeypatch.setattr(plan_kernels if kernel == "plan_shards" else k, kernel, fail)
+    monkeypatch.setattr(module, kernel, fail)
     with pytest.raises(MemoryError, match="injected"):
-        if kernel == "plan_shards":
+        if kernel == "plan_batch":
             planner.plan()
         else:
             planner.scan(np.arange(50_000))

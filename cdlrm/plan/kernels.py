@@ -30,6 +30,7 @@ import numba as nb
 import numpy as np
 
 from ..driver.intrinsics import prefetch_read as prefetch
+from .claims import claim, finish, wait
 
 HEAD, ORIGIN, SWEPT, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_SIZE, FREE, HELD, DISTINCT = range(11)
 REGISTERS = 11 + 16  # then a gap of two cache lines, so that no line has two shards' registers
@@ -218,12 +219,44 @@ def need_victims(meta, ring, start, regs):
 
 
 @jit
-def scan_shards(first, last, at, rows, bounds, entry, meta, ring, link, slot_use, fifo, start, listed, regs):
-    """`scan` for the shards [first, last) that have not come to the end; `at int64 [shards]`: where they stopped, -1 at
-    the beginning."""
-    for s in range(first, last):
+def scan_batch(
+    worker, workers, claims, unsorted, rows, bounds, parts, index, at, entry,
+    meta, ring, link, slot_use, fifo, start, listed, regs,
+):  # fmt: skip
+    """Let `rows int64 [L]` into the window, on all threads that call it with the same `claims`: `partition` in
+    `unsorted` pieces (0: that is done already), then `scan` by shard.
+
+    `at int64 [shards]` is where a shard stopped, -1 at the beginning.  Returns how many distinct rows there are (-1: a
+    ring must grow first), how many in the shard that has most, and whether there is room for one more batch.
+    """
+    shards = at.size
+    failed = np.int64(0), np.int64(0), True
+    for turn in range(unsorted):
+        p = claim(claims, 0, worker, workers, turn, unsorted)
+        if p >= 0:
+            first = rows.size * p // unsorted
+            partition(rows, first, rows.size * (p + 1) // unsorted, shards, bounds[p], parts, index)
+            finish(claims, 0)
+    if not wait(claims, 0, unsorted):
+        return failed
+    for turn in range(shards):
+        s = claim(claims, 1, worker, workers, turn, shards)
+        if s >= 0:
+            if at[s] < rows.size:
+                at[s] = scan(
+                    s, max(at[s], 0), parts, bounds, entry, meta, ring[s], link[s], slot_use[s], fifo[s], start[s],
+                    listed[s], regs[s],
+                )  # fmt: skip
+            finish(claims, 1)
+    if not wait(claims, 1, shards):
+        return failed
+    distinct = np.int64(0)
+    most = np.int64(0)
+    for s in range(shards):
         if at[s] < rows.size:
-            at[s] = scan(
-                s, max(at[s], 0), rows, bounds, entry, meta, ring[s], link[s], slot_use[s], fifo[s], start[s],
-                listed[s], regs[s],
-            )  # fmt: skip
+            return np.int64(-1), most, True
+        k = regs[s, SCANNED]
+        count = start[s, U(k & (start.shape[1] - 1))] - start[s, U((k - 1) & (start.shape[1] - 1))]
+        distinct += count
+        most = max(most, count)
+    return distinct, most, has_room(start, regs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..driver.intrinsics import prefetch_read as prefetch
+from .claims import claim, finish, wait
 from .kernels import (
     AHEAD,
     FIFO_HEAD,
@@ -258,59 +259,75 @@ def put_slots(first, last, index, section_slots, slots):
 
 
 @jit
-def sections(batch, bounds, start, lookup_start, entry_start):
+def plan_sections(batch, bounds, start):
     """Where each shard's lookups (see `scan`) and entries of `batch` begin in a plan, and where the last ones end:
-    `lookup_start`, `entry_start int64 [shards + 1]`."""
+    int64 [shards + 1] each."""
+    shards = start.shape[0]
     wmask = start.shape[1] - 1
-    lookup_start[0] = entry_start[0] = 0
-    for s in range(start.shape[0]):
+    lookup_start = np.zeros(shards + 1, np.int64)
+    entry_start = np.zeros(shards + 1, np.int64)
+    for s in range(shards):
         lookups = np.int64(0)
         for section in range(bounds.shape[0]):
             lookups += bounds[section, s + 1] - bounds[section, s]
         lookup_start[s + 1] = lookup_start[s] + lookups
         entry_start[s + 1] = entry_start[s] + start[s, U((batch + 1) & wmask)] - start[s, U(batch & wmask)]
+    return lookup_start, entry_start
 
 
 @jit
-def plan_shards(
-    first, last, shards, depth, bounds, entry, index, lookup_start, entry_start,
+def plan_batch(
+    worker, workers, claims, batch, depth, bounds, entry, index,
     meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
-    slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows, evict_slots, out,
+    slots, sections, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows, evict_slots, out,
 ):  # fmt: skip
-    """Plan the part of the shards [first, last) in a batch, into their sections of the plan's arrays.
+    """Plan the oldest scanned batch, on all threads that call it with the same `claims`, into the plan's arrays.
 
-    For `lookup_start` and `entry_start` see `sections`; a shard's fills and evicts go to the beginning of its section
-    of `fill_rows` etc., which are as long as `entry_row`.
-    `out int64 [shards, 16]` receives how many those are, and the last batch to wait for.
+    By shard: `use_cached`; when it is known where each one's fills and evicts begin, `fill_missing` and `segments`; and
+    by piece `put_slots`, if `sections` are not the `slots`.  `fill_rows` etc. are as long as `entry_row`.
+    `out int64 [shards, 16]` (a cache line each, and a gap) receives the fills and evicts of each shard, and the last
+    batch it has to wait for.  Returns the sums of those, and the latest.
     """
-    for s in range(first, last):
-        lo = entry_start[s]
-        hi = entry_start[s + 1]
-        missing = np.empty(hi - lo, np.int32)
-        use_cached(
-            depth, meta, ring[s], link[s], slot_row[s], slot_use[s], fifo[s], free[s], start[s], listed[s], regs[s],
-            s, shards, entry_slot[lo:hi], entry_row[lo:hi], missing, out[s],
-        )  # fmt: skip
-        out[s, 2] = fill_missing(
-            meta, ring[s], link[s], slot_row[s], slot_use[s], fifo[s], free[s], start[s], listed[s], regs[s], s, shards,
-            missing[: out[s, 0]], entry_slot[lo:hi], fill_rows[lo:hi], fill_slots[lo:hi], evict_rows[lo:hi],
-            evict_slots[lo:hi],
-        )  # fmt: skip
-        begin = lookup_start[s]
-        segments(
-            s, bounds, entry, index, entry_slot[lo:hi], begin, slots, seg_start[lo:hi],
-            seg_lookup[begin : lookup_start[s + 1]],
-        )  # fmt: skip
-
-
-@jit
-def close_up(entry_start, counts, rows, slots):
-    """Move the first `counts[s]` elements of every section s of `rows` and `slots` to the front; how many they are."""
-    at = np.int64(0)
-    for s in range(counts.size):
-        begin = entry_start[s]
-        for i in range(counts[s]):
-            rows[U(at)] = rows[U(begin + i)]
-            slots[U(at)] = slots[U(begin + i)]
-            at += 1
-    return at
+    shards = out.shape[0]
+    lookup_start, entry_start = plan_sections(batch, bounds, start)
+    for turn in range(shards):
+        s = claim(claims, 0, worker, workers, turn, shards)
+        if s >= 0:
+            lo = entry_start[s]
+            hi = entry_start[s + 1]
+            use_cached(
+                depth, meta, ring[s], link[s], slot_row[s], slot_use[s], fifo[s], free[s], start[s], listed[s], regs[s],
+                s, shards, entry_slot[lo:hi], entry_row[lo:hi], seg_lookup[lookup_start[s] :], out[s],
+            )  # fmt: skip
+            finish(claims, 0)
+    if not wait(claims, 0, shards):
+        return np.int64(0), np.int64(0), np.int64(0)
+    for turn in range(shards):
+        s = claim(claims, 1, worker, workers, turn, shards)
+        if s >= 0:
+            lo = entry_start[s]
+            hi = entry_start[s + 1]
+            begin = lookup_start[s]
+            fills = out[:s, 0].sum()
+            evicts = out[:s, 1].sum()
+            out[s, 2] = fill_missing(
+                meta, ring[s], link[s], slot_row[s], slot_use[s], fifo[s], free[s], start[s], listed[s], regs[s], s,
+                shards, seg_lookup[begin : begin + out[s, 0]], entry_slot[lo:hi], fill_rows[fills:], fill_slots[fills:],
+                evict_rows[evicts:], evict_slots[evicts:],
+            )  # fmt: skip
+            segments(
+                s, bounds, entry, index, entry_slot[lo:hi], begin, sections, seg_start[lo:hi],
+                seg_lookup[begin : lookup_start[s + 1]],
+            )  # fmt: skip
+            finish(claims, 1)
+    if not wait(claims, 1, shards):
+        return np.int64(0), np.int64(0), np.int64(0)
+    pieces = bounds.shape[0]
+    if pieces > 1:
+        for turn in range(pieces):
+            p = claim(claims, 2, worker, workers, turn, pieces)
+            if p >= 0:
+                put_slots(bounds[p, 0], bounds[p, shards], index, sections, slots)
+                finish(claims, 2)
+        wait(claims, 2, pieces)
+    return out[:, 0].sum(), out[:, 1].sum(), out[:, 2].max()

@@ -8,10 +8,8 @@ threads, no device.  Rows are split by hash over independent shards (their numbe
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +18,9 @@ from ..errors import CacheTooSmallError, ConfigError
 from ..machine import cores
 from . import kernels as k
 from . import plan_kernels
-from .phase import Phase
 from .plan import Plan
 from .shards import Shards
+from .team import Team
 
 MAX_SHARDS = 16
 MAX_SLOTS = 1 << 31  # slots are int32
@@ -49,6 +47,7 @@ class _Scanned:
     index: np.ndarray  # int32 [L], lookup of each (empty for one shard)
     bounds: np.ndarray  # int64 [pieces, > shards]: where each shard's begin in each piece, and the piece's end
     distinct: int
+    most: int  # distinct rows of the shard that has most
 
     @property
     def nbytes(self) -> int:
@@ -83,12 +82,11 @@ class Planner:
         self.num_rows = num_rows
         self.prefetch_depth = prefetch_depth
         self.strict = strict
-        self.threads = min(shards, threads or cores())
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_process = 0
+        self._team = Team(min(shards, threads or cores()))
         self._shards = Shards(shards, num_rows, -(-cache_rows // shards))
         self._waiting: deque[_Scanned] = deque()
         self._needs_victim: bool | None = None
+        self._room = True  # for one more batch
 
     @property
     def shards(self) -> int:
@@ -127,41 +125,32 @@ class Planner:
         """Let the lookups `rows int64 [L]` of one more batch into the window; returns its number."""
         del cuts  # a hint for planners that split by table
         batch, n, shards = self.scanned, int(rows.size), self._shards
-        shards.make_room()
+        if not self._room:
+            shards.make_room()
+        workers = self._workers_for(n)
+        pieces = 1 if workers == 1 else PIECES * workers
+        entry, at = np.empty(n, np.int32), np.empty(self.shards, np.int64)
+        at.fill(-1)
         if self.shards == 1:
-            parts, index, bounds, before = rows, NO_INDEX, np.array([[0, n]]), list[Phase]()
+            unsorted, parts, index, bounds = 0, rows, NO_INDEX, np.array([[0, n]])
         else:
-            parts, index, bounds, *before = self._partition(rows)
-        entry, at = np.empty(n, np.int32), np.full(self.shards, -1, np.int64)
+            unsorted, parts, index = pieces, np.empty(n, np.int64), np.empty(n, np.int32)
+            # A piece's counters end before a gap of two cache lines: threads that count in one line wait for each other.
+            bounds = np.empty((pieces, self.shards + 17), np.int64)
 
-        def scan(first: int, last: int) -> None:
-            k.scan_shards(
-                first, last, at, parts, bounds, entry, shards.meta, shards.ring, shards.link, shards.slot_use,
-                shards.fifo, shards.start, shards.listed, shards.regs,
+        def scan(worker: int, workers: int, claims: np.ndarray) -> tuple[int, int, bool]:
+            result: tuple[int, int, bool] = k.scan_batch(
+                worker, workers, claims, unsorted, rows, bounds, parts, index, at, entry, shards.meta, shards.ring,
+                shards.link, shards.slot_use, shards.fifo, shards.start, shards.listed, shards.regs,
             )  # fmt: skip
+            return result
 
-        self._run([*before, Phase(self.shards, scan)], n)
-        while (at < n).any():
+        while (result := self._team.run(scan, workers, unsorted, self.shards))[0] < 0:
             shards.grow_rings()
-            self._run([Phase(self.shards, scan)], n)
-        self._waiting.append(_Scanned(entry, index, bounds, int(shards.distinct(batch).sum())))
+            unsorted = 0
+        distinct, most, self._room = result
+        self._waiting.append(_Scanned(entry, index, bounds, distinct, most))
         return batch
-
-    def _partition(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, Phase]:
-        """The lookups in pieces, each by shard: rows, lookup numbers, bounds; once the phase was run."""
-        n = int(rows.size)
-        threads = self._threads_for(n)
-        pieces = 1 if threads == 1 else PIECES * threads
-        parts, index = np.empty(n, np.int64), np.empty(n, np.int32)
-        # Each piece's counters end before a gap of two cache lines: threads that count in one line wait for each other.
-        bounds = np.empty((pieces, self.shards + 17), np.int64)
-
-        def partition(first: int, last: int) -> None:
-            for p in range(first, last):
-                begin, end = n * p // pieces, n * (p + 1) // pieces
-                k.partition(rows, begin, end, self.shards, bounds[p], parts, index)
-
-        return parts, index, bounds, Phase(pieces, partition)
 
     @property
     def newest_distinct(self) -> int:
@@ -182,10 +171,8 @@ class Planner:
         `prefetch_depth` batches stay as long as the cache is large enough.
         """
         batch, waiting = self.planned, self._waiting[0]
-        held = self._shards.distinct(batch)
-        for earlier in range(max(batch - hold, 0), batch):
-            held += self._shards.distinct(earlier)
-        need = min(int(held.max()), self.num_rows)  # the held batches may have rows in common
+        held = self._shards.most_distinct(max(batch - hold, 0), batch) if hold else waiting.most
+        need = min(held, self.num_rows)  # the held batches may have rows in common
         have = self._shards.slots
         grows = need > have
         if grows:
@@ -208,37 +195,26 @@ class Planner:
 
     def _make(self, batch: int, depth: int, waiting: _Scanned) -> Plan:
         lookups, total, shards = int(waiting.entry.size), waiting.distinct, self._shards
-        lookup_start, entry_start = np.empty(self.shards + 1, np.int64), np.empty(self.shards + 1, np.int64)
-        plan_kernels.sections(batch, waiting.bounds, shards.start, lookup_start, entry_start)
         slots, seg_lookup, seg_start = (np.empty(size, np.int32) for size in (lookups, lookups, total + 1))
-        seg_start[total], sections = lookups, slots
+        seg_start[total] = lookups
         entry_slot, fill_slots, evict_slots = (np.empty(total, np.int32) for _ in range(3))
         entry_row, fill_rows, evict_rows = (np.empty(total, np.int64) for _ in range(3))
-        out = np.empty((self.shards, 16), np.int64)  # a cache line each, and a gap
+        sections = np.empty(lookups, np.int32) if len(waiting.bounds) > 1 else slots
+        out = np.empty((self.shards, 16), np.int64)
 
-        def plan(first: int, last: int) -> None:
-            plan_kernels.plan_shards(
-                first, last, self.shards, depth, waiting.bounds, waiting.entry, waiting.index, lookup_start,
-                entry_start, *shards.arrays, sections, entry_slot, entry_row, seg_start, seg_lookup, fill_rows,
-                fill_slots, evict_rows, evict_slots, out,
+        def plan(worker: int, workers: int, claims: np.ndarray) -> tuple[int, int, int]:
+            counts: tuple[int, int, int] = plan_kernels.plan_batch(
+                worker, workers, claims, batch, depth, waiting.bounds, waiting.entry, waiting.index, *shards.arrays,
+                slots, sections, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows,
+                evict_slots, out,
             )  # fmt: skip
+            return counts
 
-        phases = [Phase(self.shards, plan)]
-        if len(waiting.bounds) > 1:
-            slots = np.empty(lookups, np.int32)
-
-            def put_slots(first: int, last: int) -> None:
-                begin, end = int(waiting.bounds[first, 0]), int(waiting.bounds[last - 1, self.shards])
-                plan_kernels.put_slots(begin, end, waiting.index, sections, slots)
-
-            phases.append(Phase(len(waiting.bounds), put_slots))
-        self._run(phases, lookups)
-        fills = plan_kernels.close_up(entry_start, out[:, 0], fill_rows, fill_slots)
-        evicts = plan_kernels.close_up(entry_start, out[:, 1], evict_rows, evict_slots)
+        workers = self._workers_for(lookups)
+        fills, evicts, wait = self._team.run(plan, workers, self.shards, self.shards, len(waiting.bounds))
         return Plan(
             batch, slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows[:fills], fill_slots[:fills],
-            evict_rows[:evicts], evict_slots[:evicts],
-            wait_for=int(out[:, 2].max()), cache_rows=self.cache_rows, window=self.window,
+            evict_rows[:evicts], evict_slots[:evicts], wait_for=wait, cache_rows=self.cache_rows, window=self.window,
         )  # fmt: skip
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
@@ -265,46 +241,12 @@ class Planner:
         for s in range(self.shards):
             self._shards.reset(s, np.ascontiguousarray(slot_rows[s :: self.shards]))
 
-    def _threads_for(self, lookups: int) -> int:
-        return max(1, min(self.threads, lookups // LOOKUPS_PER_THREAD))
-
-    def _run(self, phases: Sequence[Phase], lookups: int) -> None:
-        """Phase after phase, on as many threads as the lookups are worth."""
-        threads = min(self._threads_for(lookups), max(phase.count for phase in phases))
-        if threads == 1:
-            for phase in phases:
-                phase.run(0, phase.count)
-            return
-
-        def work() -> None:
-            try:
-                for phase in phases:
-                    phase.work()
-            except BaseException:
-                for phase in phases:
-                    phase.give_up()
-                raise
-
-        others = [self._threads_pool().submit(work) for _ in range(threads - 1)]
-        try:
-            work()
-        finally:
-            for other in others:
-                other.exception()
-        for other in others:
-            other.result()
-
-    def _threads_pool(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._pool_process != os.getpid():  # threads do not survive a fork
-            self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="cdlrm-plan")
-            self._pool_process = os.getpid()
-        return self._pool
+    def _workers_for(self, lookups: int) -> int:
+        return max(1, min(self._team.size, lookups // LOOKUPS_PER_THREAD))
 
     def close(self) -> None:
         """End the threads; the planner can still be used."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._team.close()
 
     def check(self) -> None:
         """Verify the structure: raises AssertionError naming what is broken (for tests)."""

@@ -42,11 +42,10 @@ class Shards:
     def nbytes(self) -> int:
         return sum(int(array.nbytes) for array in self.arrays)
 
-    def distinct(self, batch: int) -> np.ndarray:
-        """Entries of a batch in each shard, int64 [shards]."""
+    def most_distinct(self, first: int, last: int) -> int:
+        """Entries of the batches [first, last] in the shard that has most."""
         mask = self.start.shape[1] - 1
-        counts: np.ndarray = self.start[:, (batch + 1) & mask] - self.start[:, batch & mask]
-        return counts
+        return int((self.start[:, (last + 1) & mask] - self.start[:, first & mask]).max())
 
     # --- more room ---
 
@@ -84,9 +83,7 @@ class Shards:
         self.regs[:, k.ORIGIN] = tails
 
     def make_room(self) -> None:
-        """Room for one more batch beside those that are scanned and not released."""
-        if k.has_room(self.start, self.regs):
-            return
+        """Room for one more batch beside those that are scanned and not released; `scan_batch` tells when it is time."""
         oldest, scanned = int(self.regs[:, k.RELEASED].min()), int(self.regs[0, k.SCANNED])
         for s in np.flatnonzero(self.regs[:, k.HEAD] - self.regs[:, k.SWEPT] >= k.UNSEEN).tolist():
             regs = self.regs[s]

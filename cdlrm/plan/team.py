@@ -1,0 +1,112 @@
+"""`Team`: threads that run one kernel together; inside it they share the work by `claims.py`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .claims import give_up, new_claims
+
+Kernel = Callable[[int, int, np.ndarray], Any]
+"""(worker, workers, claims) -> what is the same for every worker that came to the end."""
+
+
+class _Job:
+    def __init__(self, kernel: Kernel, workers: int, claims: np.ndarray) -> None:
+        self.kernel, self.workers, self.claims = kernel, workers, claims
+        self.error: BaseException | None = None
+
+    def run(self, worker: int) -> Any:
+        try:
+            return self.kernel(worker, self.workers, self.claims)
+        except BaseException as error:
+            self.error = error
+            give_up(self.claims)  # the others come back at once
+            raise
+
+
+class _Helper:
+    """A thread that runs the newest job whenever it is woken.  It may come late: then all is claimed already."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.job: _Job | None = None
+        self._ended = False
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+        self._thread = threading.Thread(target=self._run, name=f"cdlrm-plan-{worker}", daemon=True)
+        self._thread.start()
+
+    def wake(self, job: _Job | None) -> None:
+        self.job = job
+        if self._asleep.locked():
+            self._asleep.release()
+
+    def end(self) -> None:
+        self._ended = True
+        self.wake(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._asleep.acquire()
+            job = self.job
+            if job is not None:
+                try:
+                    job.run(self.worker)
+                except BaseException:
+                    pass  # the caller finds it in the job
+            del job  # and what it holds, while asleep
+
+
+class Team:
+    """Up to `size` workers: the caller, who is worker 0, and threads of the team's own, begun when first needed.
+
+    `close` ends them; so does dropping the team.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._helpers: list[_Helper] = []
+        self._process = 0
+
+    def run(self, kernel: Kernel, workers: int, *members: int) -> Any:
+        """`kernel` on that many workers, which share phases of so many members; the result, or the first error."""
+        job = _Job(kernel, workers, new_claims(*members))
+        helpers = self._begun()[: workers - 1] if workers > 1 else []
+        for helper in helpers:
+            helper.wake(job)
+        try:
+            result = job.run(0)
+        finally:
+            for helper in helpers:
+                helper.job = None
+        if job.error is not None:
+            raise job.error
+        return result
+
+    def _begun(self) -> list[_Helper]:
+        if self._process != os.getpid():  # threads do not survive a fork
+            self._process = os.getpid()
+            self._helpers = [_Helper(worker) for worker in range(1, self.size)]
+            weakref.finalize(self, _end, self._helpers)
+        return self._helpers
+
+    def close(self) -> None:
+        """End the threads; the team can still be used."""
+        _end(self._helpers)
+        for helper in self._helpers:
+            helper.join()
+        self._helpers, self._process = [], 0
+
+
+def _end(helpers: list[_Helper]) -> None:
+    for helper in helpers:
+        helper.end()
