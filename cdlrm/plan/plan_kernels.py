@@ -219,43 +219,44 @@ def fill_missing(
 
 
 @jit
-def segments(shard, bounds, entry, index, entry_slot, lookup_base, slots, seg_start, seg_lookup):
-    """Counting sort of a shard's lookups (see `scan`) by entry, and the slot of each of them.
+def segments(shard, bounds, entry, index, begin, seg_start, seg_lookup):
+    """Counting sort of a shard's lookups (see `scan`) by entry.
 
-    `index` are the lookups' numbers in the batch (empty: 0, 1, 2, …).  `seg_start` (where each entry's
-    lookups start, counted from `lookup_base`) and `seg_lookup` are the shard's sections of the plan's.
-    `slots` are in the order of the lookups if they are one section a shard, else in the order of the sections: threads
-    that write here and there in the same cache lines would wait for each other; `put_slots` is left to do.
+    `index` are the lookups' numbers in the batch (empty: 0, 1, 2, …).  They go to `seg_lookup` from `begin` on;
+    `seg_start` (where each entry's begin) is the shard's section.
     """
-    u = entry_slot.size
-    cursor = np.zeros(2 * u, np.int32)  # next place, slot
+    seg_start[:] = 0
     for section in range(bounds.shape[0]):
         for i in range(bounds[section, shard], bounds[section, shard + 1]):
-            cursor[U(2 * entry[U(i)])] += 1
-    total = np.int64(0)
-    for e in range(u):
-        count = cursor[U(2 * e)]
-        seg_start[U(e)] = lookup_base + total
-        cursor[U(2 * e)] = total
-        cursor[U(2 * e + 1)] = entry_slot[U(e)]
-        total += count
+            seg_start[U(entry[U(i)])] += 1
+    at = begin
+    for e in range(seg_start.size):
+        count = seg_start[U(e)]
+        seg_start[U(e)] = at
+        at += count
     plain = index.size == 0
-    direct = bounds.shape[0] == 1
     for section in range(bounds.shape[0]):
         for i in range(bounds[section, shard], bounds[section, shard + 1]):
             e = entry[U(i)]
-            at = cursor[U(2 * e)]
-            cursor[U(2 * e)] = at + 1
-            lookup = np.int64(i) if plain else np.int64(index[U(i)])
-            seg_lookup[U(at)] = lookup
-            slots[U(lookup if direct else i)] = cursor[U(2 * e + 1)]
+            at = seg_start[U(e)]
+            seg_start[U(e)] = at + 1  # at last where the next entry's begin
+            seg_lookup[U(at)] = i if plain else np.int64(index[U(i)])
+    for e in range(seg_start.size - 1, 0, -1):
+        seg_start[U(e)] = seg_start[U(e - 1)]
+    seg_start[:1] = begin
 
 
 @jit
-def put_slots(first, last, index, section_slots, slots):
-    """`slots` of the lookups in the sections [first, last), from the order of the sections."""
-    for i in range(first, last):
-        slots[U(index[U(i)])] = section_slots[U(i)]
+def put_slots(bounds, entry, index, entry_start, entry_slot, slots):
+    """The slot of each lookup of a piece, which begin at `bounds int64 [shards + 1]`.
+
+    By piece, since threads that write here and there in the same cache lines would wait for each other.
+    """
+    plain = index.size == 0
+    for s in range(entry_start.size - 1):
+        base = entry_start[s]
+        for i in range(bounds[s], bounds[s + 1]):
+            slots[U(i if plain else np.int64(index[U(i)]))] = entry_slot[U(base + entry[U(i)])]
 
 
 @jit
@@ -279,12 +280,12 @@ def plan_sections(batch, bounds, start):
 def plan_batch(
     worker, workers, claims, batch, depth, bounds, entry, index,
     meta, ring, link, slot_row, slot_use, fifo, free, start, listed, regs,
-    slots, sections, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows, evict_slots, out,
+    slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows, evict_slots, out,
 ):  # fmt: skip
     """Plan the oldest scanned batch, on all threads that call it with the same `claims`, into the plan's arrays.
 
     By shard: `use_cached`; when it is known where each one's fills and evicts begin, `fill_missing` and `segments`; and
-    by piece `put_slots`, if `sections` are not the `slots`.  `fill_rows` etc. are as long as `entry_row`.
+    by piece `put_slots`.  `fill_rows` etc. are as long as `entry_row`.
     `out int64 [shards, 16]` (a cache line each, and a gap) receives the fills and evicts of each shard, and the last
     batch it has to wait for.  Returns the sums of those, and the latest.
     """
@@ -315,19 +316,15 @@ def plan_batch(
                 shards, seg_lookup[begin : begin + out[s, 0]], entry_slot[lo:hi], fill_rows[fills:], fill_slots[fills:],
                 evict_rows[evicts:], evict_slots[evicts:],
             )  # fmt: skip
-            segments(
-                s, bounds, entry, index, entry_slot[lo:hi], begin, sections, seg_start[lo:hi],
-                seg_lookup[begin : lookup_start[s + 1]],
-            )  # fmt: skip
+            segments(s, bounds, entry, index, begin, seg_start[lo:hi], seg_lookup)
             finish(claims, 1)
     if not wait(claims, 1, shards):
         return np.int64(0), np.int64(0), np.int64(0)
     pieces = bounds.shape[0]
-    if pieces > 1:
-        for turn in range(pieces):
-            p = claim(claims, 2, worker, workers, turn, pieces)
-            if p >= 0:
-                put_slots(bounds[p, 0], bounds[p, shards], index, sections, slots)
-                finish(claims, 2)
-        wait(claims, 2, pieces)
+    for turn in range(pieces):
+        p = claim(claims, 2, worker, workers, turn, pieces)
+        if p >= 0:
+            put_slots(bounds[p], entry, index, entry_start, entry_slot, slots)
+            finish(claims, 2)
+    wait(claims, 2, pieces)
     return out[:, 0].sum(), out[:, 1].sum(), out[:, 2].max()

@@ -199,13 +199,12 @@ class Planner:
         seg_start[total] = lookups
         entry_slot, fill_slots, evict_slots = (np.empty(total, np.int32) for _ in range(3))
         entry_row, fill_rows, evict_rows = (np.empty(total, np.int64) for _ in range(3))
-        sections = np.empty(lookups, np.int32) if len(waiting.bounds) > 1 else slots
         out = np.empty((self.shards, 16), np.int64)
 
         def plan(worker: int, workers: int, claims: np.ndarray) -> tuple[int, int, int]:
             counts: tuple[int, int, int] = plan_kernels.plan_batch(
                 worker, workers, claims, batch, depth, waiting.bounds, waiting.entry, waiting.index, *shards.arrays,
-                slots, sections, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows,
+                slots, entry_slot, entry_row, seg_start, seg_lookup, fill_rows, fill_slots, evict_rows,
                 evict_slots, out,
             )  # fmt: skip
             return counts
