@@ -26,7 +26,7 @@ MAX_SHARDS = 16
 MAX_SLOTS = 1 << 31  # slots are int32
 ROWS_PER_SHARD = 1 << 18
 LOOKUPS_PER_THREAD = 1 << 14  # for fewer a second thread costs more than it saves
-PIECES = 4  # of the lookups, a thread: whoever starts late takes fewer
+PIECES = 8  # of the lookups, a thread: whoever starts late takes fewer
 NO_INDEX = np.empty(0, np.int32)
 
 
