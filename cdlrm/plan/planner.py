@@ -84,6 +84,7 @@ class Planner:
         self.strict = strict
         self._team = Team(min(shards, threads or cores()))
         self._shards = Shards(shards, num_rows, -(-cache_rows // shards))
+        self.planned = 0  # batches so far = number of the next one
         self._waiting: deque[_Scanned] = deque()
         self._needs_victim: bool | None = None
         self._room = True  # for one more batch
@@ -99,17 +100,12 @@ class Planner:
     @property
     def scanned(self) -> int:
         """Number of batches scanned so far = number of the next batch to scan."""
-        return int(self._shards.regs[0, k.SCANNED])
-
-    @property
-    def planned(self) -> int:
-        """Number of batches planned so far = number of the next batch to plan."""
-        return int(self._shards.regs[0, k.PLANNED])
+        return self.planned + len(self._waiting)
 
     @property
     def window(self) -> int:
         """Scanned batches that are not planned yet."""
-        return self.scanned - self.planned
+        return len(self._waiting)
 
     @property
     def window_bytes(self) -> int:
@@ -185,6 +181,7 @@ class Planner:
                 )  # fmt: skip
             self._shards.grow_slots(need)
         self._waiting.popleft()
+        self.planned += 1
         self._needs_victim = None
         depth = max(self.prefetch_depth, hold)
         plan = self._make(batch, depth, waiting)
@@ -235,6 +232,7 @@ class Planner:
         Used when a loop is left early: plans that were not executed never happened.  Rows keep
         their order of last use, as far as it is known.
         """
+        self.planned = self.scanned
         self._waiting.clear()
         self._needs_victim = None
         for s in range(self.shards):
