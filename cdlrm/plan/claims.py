@@ -52,7 +52,8 @@ def _yield(typingctx: Any) -> Any:
 
 
 jit: Any = nb.njit(nogil=True, cache=True, error_model="numpy")
-_exchange, _add, _let_others = _atomic("xchg"), _atomic("add"), intrinsic(_yield)
+_exchange, _add = _atomic("xchg"), _atomic("add")
+_let_others: Any = intrinsic(_yield)
 
 
 @jit

@@ -131,7 +131,7 @@ class Planner:
             unsorted, parts, index, bounds = 0, rows, NO_INDEX, np.array([[0, n]])
         else:
             unsorted, parts, index = pieces, np.empty(n, np.int64), np.empty(n, np.int32)
-            # A piece's counters end before a gap of two cache lines: threads that count in one line wait for each other.
+            # Two cache lines between the counters of two pieces: threads that count in one line wait for each other.
             bounds = np.empty((pieces, self.shards + 17), np.int64)
 
         def scan(worker: int, workers: int, claims: np.ndarray) -> tuple[int, int, bool]:

@@ -83,7 +83,7 @@ class Shards:
         self.regs[:, k.ORIGIN] = tails
 
     def make_room(self) -> None:
-        """Room for one more batch beside those that are scanned and not released; `scan_batch` tells when it is time."""
+        """Room for one more batch beside those that are scanned and not released; `scan_batch` tells when to."""
         oldest, scanned = int(self.regs[:, k.RELEASED].min()), int(self.regs[0, k.SCANNED])
         for s in np.flatnonzero(self.regs[:, k.HEAD] - self.regs[:, k.SWEPT] >= k.UNSEEN).tolist():
             regs = self.regs[s]

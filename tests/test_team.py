@@ -1,0 +1,132 @@
+"""The planner's threads: each member of each phase is run once, and nobody waits for who is late, ended or failed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numba as nb
+import numpy as np
+import pytest
+
+from cdlrm.plan.claims import claim, finish, wait
+from cdlrm.plan.team import Team
+
+
+@nb.njit(nogil=True)
+def two_phases(worker, workers, claims, first, second, spins):  # type: ignore[no-untyped-def]
+    """Each member of the second phase takes the sum of the first's; a member takes some time."""
+    for turn in range(first.size):
+        member = claim(claims, 0, worker, workers, turn, first.size)
+        if member >= 0:
+            for i in range(spins):
+                first[member] += i % 2
+            first[member] += 1
+            finish(claims, 0)
+    if not wait(claims, 0, first.size):
+        return np.int64(-1)
+    for turn in range(second.size):
+        member = claim(claims, 1, worker, workers, turn, second.size)
+        if member >= 0:
+            second[member] += first.sum()
+            finish(claims, 1)
+    if not wait(claims, 1, second.size):
+        return np.int64(-1)
+    return second.sum()
+
+
+def planning_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("cdlrm-plan")]
+
+
+def until(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 60
+    while not true() and time.monotonic() < end:
+        time.sleep(0.001)
+    return true()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(("members", "spins"), [((1, 1), 0), ((8, 3), 200), ((7, 16), 2000)])
+def test_each_member_is_run_once_and_phases_follow_each_other(
+    workers: int, members: tuple[int, int], spins: int
+) -> None:
+    team = Team(workers)
+    for _ in range(100):
+        first, second = np.zeros(members[0], np.int64), np.zeros(members[1], np.int64)
+        run = functools.partial(two_phases, first=first, second=second, spins=spins)
+        total = team.run(run, workers, *members)
+        assert (first == 1 + spins // 2).all()
+        assert (second == first.sum()).all()
+        assert total == second.sum()
+    team.close()
+    assert not planning_threads()
+
+
+def test_who_comes_late_finds_nothing_to_do() -> None:
+    team, may_go_on, began = Team(2), threading.Event(), threading.Event()
+    jobs = [(np.zeros(4, np.int64), np.zeros(4, np.int64)) for _ in range(3)]
+    late: list[int] = []
+
+    def kernel(number: int) -> Any:
+        def run(worker: int, workers: int, claims: np.ndarray) -> int:
+            if worker == 1:
+                began.set()
+                assert may_go_on.wait(60)
+                late.append(number)
+            elif number == 0:
+                assert began.wait(60)
+            return int(two_phases(worker, workers, claims, *jobs[number], 0))
+
+        return run
+
+    for number in range(3):
+        assert team.run(kernel(number), 2, 4, 4) == 16
+    may_go_on.set()
+    team.close()
+    assert late == [0], "the others were over"
+    for first, second in jobs:
+        assert (first == 1).all() and (second == 4).all()
+
+
+def test_a_team_that_is_dropped_ends_its_threads() -> None:
+    team = Team(3)
+    team.run(lambda w, ws, claims: 0, 3, 1)
+    assert sorted(planning_threads()) == ["cdlrm-plan-1", "cdlrm-plan-2"]
+    del team
+    gc.collect()
+    assert until(lambda: not planning_threads())
+
+
+def test_nothing_of_a_batch_is_kept_by_a_thread_that_sleeps() -> None:
+    team, kept = Team(2), threading.Event()
+
+    class Big:
+        def __del__(self) -> None:
+            kept.set()
+
+    def run(big: Big) -> None:
+        team.run(lambda w, ws, claims: big is None, 2, 1)
+
+    run(Big())
+    gc.collect()
+    assert kept.wait(60)
+    team.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork() -> None:
+    team, first, second = Team(2), np.zeros(4, np.int64), np.zeros(4, np.int64)
+    run = lambda w, ws, claims: two_phases(w, ws, claims, first, second, 0)  # noqa: E731
+    assert team.run(run, 2, 4, 4) == 16
+    child = os.fork()
+    if child == 0:
+        first[:] = second[:] = 0
+        os._exit(0 if team.run(run, 2, 4, 4) == 16 and len(planning_threads()) == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    team.close()
