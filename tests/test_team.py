@@ -68,6 +68,16 @@ def test_each_member_is_run_once_and_phases_follow_each_other(
     assert not planning_threads()
 
 
+def test_a_long_wait() -> None:
+    """So long that who waits sleeps in between."""
+    team = Team(3)
+    for _ in range(3):
+        first, second = np.zeros(1, np.int64), np.zeros(3, np.int64)
+        assert team.run(functools.partial(two_phases, first=first, second=second, spins=50_000_000), 3, 1, 3) > 0
+        assert (second == 25_000_001).all()
+    team.close()
+
+
 def test_who_comes_late_finds_nothing_to_do() -> None:
     team, may_go_on, began = Team(2), threading.Event(), threading.Event()
     jobs = [(np.zeros(4, np.int64), np.zeros(4, np.int64)) for _ in range(3)]

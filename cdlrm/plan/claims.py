@@ -16,6 +16,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 POLLS = 64  # then let another thread of this core have a turn: perhaps it is the one that is waited for
+YIELDS = 64  # then sleep in between: the one that is waited for has to wait for a core itself
+NAP = 50  # microseconds
 
 
 def new_claims(*members: int) -> np.ndarray:
@@ -41,19 +43,36 @@ def _atomic(operation: str) -> Any:
     return intrinsic(typing)
 
 
-def _yield(typingctx: Any) -> Any:
+def _read(typingctx: Any, array: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if sys.platform != "win32":
-            kind = ir.FunctionType(ir.IntType(32), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
-        return context.get_dummy_value()
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load_atomic(builder.gep(data, [args[1]]), "acquire", 8)
 
-    return types.none(), codegen
+    return types.int64(array, types.intp), codegen
+
+
+def _call(name: str, *arguments: int) -> Any:
+    """An intrinsic that calls a function of the C library (where there is none, on Windows: nothing)."""
+
+    def typing(typingctx: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if sys.platform != "win32":
+                word = ir.IntType(32)
+                kind = ir.FunctionType(word, [word for _ in arguments])
+                function = cgutils.get_or_insert_function(builder.module, kind, name)
+                builder.call(function, [word(argument) for argument in arguments])
+            return context.get_dummy_value()
+
+        return types.none(), codegen
+
+    return intrinsic(typing)
 
 
 jit: Any = nb.njit(nogil=True, cache=True, error_model="numpy")
 _exchange, _add = _atomic("xchg"), _atomic("add")
-_let_others: Any = intrinsic(_yield)
+_load: Any = intrinsic(_read)
+_yield: Any = _call("sched_yield")
+_nap: Any = _call("usleep", NAP)
 
 
 @jit
@@ -79,10 +98,13 @@ def wait(claims, phase, members):
     They are all begun by then, by threads that run: one that was not awake yet holds nobody up.
     """
     polls = 0
-    while _add(claims, (1 + phase) * claims.shape[1], 0) < members:
-        if _add(claims, 0, 0):
+    while _load(claims, (1 + phase) * claims.shape[1]) < members:
+        if _load(claims, 0):
             return False
         polls += 1
         if polls % POLLS == 0:
-            _let_others()
+            if polls < POLLS * YIELDS:
+                _yield()
+            else:
+                _nap()
     return True
