@@ -122,7 +122,9 @@ def run(samples: int, zipf: float, cache_rows: int, horizon: int, timed: int, bo
                 planner.needs_victim()
             times.append((clock() - begun, scanned - begun))
         number += 1
-        return (*rival, *times[0][0], times[0][1][0], times[-1][0][0], max(apart, core_to_core_ns(team) if both else 0), distinct, evicts)
+        if both:
+            apart = max(apart, core_to_core_ns(team))
+        return (*rival, *times[0][0], times[0][1][0], times[-1][0][0], apart, distinct, evicts)
 
     for warm in range(1, 4000):
         if step()[-1] > 0 and warm > horizon + 8:
