@@ -42,6 +42,17 @@ def watch(module: Any) -> None:
     _watched.add(module)
 
 
+class Stepping:
+    """What a module knows of the optimizers that step: `known`, how many updates it had made at the last step of each;
+    `seen`, at the last one of any; `own`, at the last one of an optimizer of its own."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.seen = self.own = 0
+        self.without_rows = 0  # steps in a row, with `update="step"`, that left the rows' gradients out
+        self.told = False  # of accumulation
+
+
 class Earlier:
     """Gradients at a forward call: `theirs`, which its backward pass must not add to (mostly there are none), unless it
     adds to `stepped`, those of optimizers that have stepped since the last update."""
@@ -80,7 +91,7 @@ def earlier_gradients(module: Any) -> Earlier | None:
     """At a training forward; None: there is nothing that its backward could accumulate."""
     if module.several_updates_a_step:
         return None
-    made, known = module.updates_made(), module.updates_known
+    made, known = module.updates_made(), module.stepping.known
     late = [each for each in _stepped if known.get(each, made) != made]
     found = Earlier()
     for parameter in (p for optimizer in late for p in _parameters(optimizer)):
@@ -131,15 +142,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             for group in module.groups:
                 group.count_skipped()  # what the device has skipped was no update
             made, fresh = _fresh(module, optimizer, own)
-        module.updates_known[optimizer] = module.updates_seen = made
+        module.stepping.known[optimizer] = module.stepping.seen = made
         if own:
-            module.updates_stepped = made
+            module.stepping.own = made
         if fresh:
             refuse_replaced(module.anchor, held=own and not tables)
         if fresh <= 1 or module.several_updates_a_step:
             continue
-        if not module.told_accumulation and (own or _added(optimizer, fresh)):
-            module.told_accumulation = True
+        if not module.stepping.told and (own or _added(optimizer, fresh)):
+            module.stepping.told = True
             log.warning(
                 "gradients are accumulated, it seems: the rows of %s were updated in each of %d backward passes before "
                 'one step of %s, which differs from one update of all; make the module with update="step" and call '
@@ -156,12 +167,12 @@ def _expect_step(module: Any, optimizer: torch.optim.Optimizer) -> None:
     grad = module.anchor.grad
     if optimizer is module.optimizer:
         late = grad is None and module.waits()
-        module.steps_without_rows = module.steps_without_rows + 1 if late else 0
+        module.stepping.without_rows = module.stepping.without_rows + 1 if late else 0
     elif isinstance(grad, WaitingGradient):
-        module.steps_without_rows += 1
+        module.stepping.without_rows += 1
     else:
         return
-    if module.steps_without_rows == 5:
+    if module.stepping.without_rows == 5:
         log.warning(
             "the rows of %s are not trained: their gradients waited, but were dropped, or torch's optimizers alone "
             "were stepped, in five steps; call module.optimizer.step() too, before any zero_grad (said once)",
@@ -172,8 +183,8 @@ def _expect_step(module: Any, optimizer: torch.optim.Optimizer) -> None:
 def _fresh(module: Any, optimizer: torch.optim.Optimizer, own: bool) -> tuple[int, int]:
     """Updates that the module has made, and those of them since the optimizer's last step; where it is its `own`, since
     the last one of any such; of one that is new, since any one's."""
-    made, known = module.updates_made(), module.updates_known
-    return made, made - (module.updates_stepped if own else known.get(optimizer, module.updates_seen))
+    made, known = module.updates_made(), module.stepping.known
+    return made, made - (module.stepping.own if own else known.get(optimizer, module.stepping.seen))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -18,7 +18,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -71,9 +70,7 @@ class CachedModule(nn.Module):
         self.notes: list[str] = []  # what was chosen automatically, and why
         self.output_dtype = torch.float32
         self.grad_scaler: Any = None
-        self.updates_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # see `accumulation.py`
-        self.updates_seen = self.updates_stepped = self.steps_without_rows = 0
-        self.told_accumulation = False
+        self.stepping = accumulation.Stepping()
         self.several_updates_a_step = False
         self.newest_pass = 0  # see `scaling.py`
         self._norm = 0.0  # of the row gradients that wait for the optimizer's step

@@ -723,7 +723,7 @@ def test_accumulating_rows_alone_is_refused(holds: str) -> None:
                 if i % k == k - 1:
                     steps.step()
                     steps.zero_grad()
-        assert bag.told_accumulation == (k > 1)
+        assert bag.stepping.told == (k > 1)
 
 
 @pytest.mark.parametrize("rows_too", [False, True])
@@ -768,7 +768,7 @@ def test_two_modules_of_one_group_do_not_accumulate(tasks: str) -> None:
             both.step()
             done.optimizer.step()
             both.zero_grad()
-    assert not any(module.told_accumulation for module in done.modules.values())
+    assert not any(module.stepping.told for module in done.modules.values())
 
 
 def test_optimizers_that_take_turns_do_not_accumulate() -> None:
@@ -779,7 +779,7 @@ def test_optimizers_that_take_turns_do_not_accumulate() -> None:
         bag(ids).sum().backward()
         update.step()
         update.zero_grad()
-    assert not bag.told_accumulation
+    assert not bag.stepping.told
 
 
 def test_a_gradient_dropped_after_the_update_is_refused() -> None:
@@ -823,7 +823,7 @@ def test_a_step_that_a_scaler_skips_is_no_accumulation(poison: set[int]) -> None
             scaler.step(each)
         scaler.update()
         steps.zero_grad()
-    assert bag.stats()["skipped_steps"] == len(poison) and not bag.told_accumulation
+    assert bag.stats()["skipped_steps"] == len(poison) and not bag.stepping.told
 
 
 class Upstream(nn.Module):
@@ -873,7 +873,7 @@ def test_networks_that_are_stepped_in_turn_do_not_accumulate() -> None:
         update.zero_grad()
         judge(make(bag(ids))).sum().backward()
         update.step()
-    assert not bag.told_accumulation
+    assert not bag.stepping.told
 
 
 def test_accumulating_is_refused_whatever_other_models_step_between() -> None:

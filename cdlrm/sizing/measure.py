@@ -180,7 +180,7 @@ class Tables:
         self.collection = cdlrm.EmbeddingBagCollection(
             tables, optimizer=optimizer, cache_ratio=case.cache_ratio, device="cpu", seed=0
         )
-        self.collection.told_accumulation = True  # no optimizer of torch's follows its backward passes
+        self.collection.stepping.told = True  # no optimizer of torch's follows its backward passes
         self.shape = Shape(
             case.batch_size, TABLES, case.dim, optimizer.state_width(case.dim), case.optimizer, (), (), 0
         )
