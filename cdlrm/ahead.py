@@ -36,7 +36,7 @@ def lookahead(
     (or a tuple of them, or a list of such for several calls in a step); for several a mapping
     module -> the same.  Default: the batch itself is the argument of every module.
     `horizon`: future batches that are scanned (host memory only, at most `window_bytes` of it), or "auto":
-    24 batches for each time that the cache holds a batch's distinct rows, at most 1,024, looked at again every 64
+    24 batches for each time that the cache holds a batch's distinct rows, at most 4,096, looked at again every 64
     batches (what that leaves to gain, and on which traces: `horizon.py`);
     `prefetch_depth`: batches that may compute while a batch's rows are copied (costs slots);
     `horizon < prefetch_depth` means the larger.

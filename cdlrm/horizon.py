@@ -28,7 +28,7 @@ from typing import Protocol
 from .report import size
 
 BATCHES_PER_SHARE = 24
-LARGEST_HORIZON = 1024
+LARGEST_HORIZON = 4096
 LEAST_HORIZON = 8  # so that a loader may be late now and then
 PERIOD = 64
 

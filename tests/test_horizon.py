@@ -38,7 +38,7 @@ def test_it_follows_the_batches() -> None:
     found, why = chosen([10] + [10] * (PERIOD - 1) + [20] * PERIOD + [40] * PERIOD, 400)
     assert found == [960, 960, 480, 240]
     assert why == (
-        "horizon: 240 batches, 24 (at most 1024 in all) for each time that the cache of 400 rows holds the 40 distinct "
+        "horizon: 240 batches, 24 (at most 4096 in all) for each time that the cache of 400 rows holds the 40 distinct "
         "rows of a batch."
     )
 
@@ -52,9 +52,10 @@ def test_it_changes_at_fixed_batches_only() -> None:
 
 def test_bounds() -> None:
     assert chosen([1], 5000)[0] == [LARGEST_HORIZON]
+    assert horizon_for(96, 1) == 24 * 96, "caches of 96 times a batch's rows are not cut off: they need it"
     assert chosen([9000], 9000)[0] == [BATCHES_PER_SHARE]
     assert chosen([100], 9000, window_bytes=800 * 20)[0] == [20], "as many batches as fit the bytes"
-    assert "limited from 1024 by the 15.6 KiB for batches read ahead" in chosen([100], 9000, window_bytes=800 * 20)[1]
+    assert "limited from 2160 by the 15.6 KiB for batches read ahead" in chosen([100], 9000, window_bytes=800 * 20)[1]
     assert chosen([100], 9000, depth=3, window_bytes=1)[0] == [3], "never less than the prefetch depth"
     found, why = chosen([100], 10_000)
     assert found == [LEAST_HORIZON] and "all rows fit" in why
