@@ -105,9 +105,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", help="files of the real sample; without: that trace is left out")
     parser.add_argument("--steps", action="store_true", help="measure step times instead")
-    parser.add_argument("--rounds", type=int, default=9, help="of --steps (default: 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="of --steps, the first warms up (default: 9)")
     parser.add_argument("--report", action="store_true", help="afterwards write bench/README.md and rivals.svg")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds {args.rounds}: must be 2 or more, since the first one warms up.")
     about = machine()
     with RESULTS.open("a") as stream:
         if args.steps:

@@ -439,6 +439,13 @@ def test_recording_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_horizon_that_is_raised_to_the_depth_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--num-batches", "4", "--cache-ratio", "0.5", "--no-progress", "--horizon"]
+    for horizons, told in ((["0", "8"], True), (["1", "8"], False)):
+        assert main([*arguments, *horizons]) == 0
+        assert ("prefetch depth: 0 became it" in capsys.readouterr().out) == told
+
+
 def test_resident_tables_are_proposed_where_they_pay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A small table that is swept in turn defeats every cache; a large one that is never reused fills it."""
     batches = [np.concatenate([np.arange(20) + 20 * (b % 5), 100 + 150 * b + np.arange(150)]) for b in range(200)]

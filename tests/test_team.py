@@ -40,8 +40,18 @@ def two_phases(worker, workers, claims, first, second, spins):  # type: ignore[n
     return second.sum()
 
 
+BEFORE: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
+
+
 def planning_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("cdlrm-plan")]
+    """Names of those that were not there before the test."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("cdlrm-plan-") and t not in BEFORE]
 
 
 def until(true: Callable[[], bool]) -> bool:

@@ -145,6 +145,9 @@ def run_simulate(found: argparse.Namespace) -> int:
 
         draw(simulation, Path(found.figure))
     sys.stdout.write(render(simulation, seconds, proposals) + "\n")
+    if low := grid.below_depth():
+        asked = ", ".join(map(str, low))
+        sys.stdout.write(f"A horizon is never below the prefetch depth: {asked} became it where the depth is more.\n")
     if recorder is not None and simulation.summary["interrupted"]:
         sys.stdout.write(f"{found.record} has the {recorder.batches:,} batches that were read; it is a whole trace.\n")
     return 130 if simulation.summary["interrupted"] else 0

@@ -82,6 +82,10 @@ class Grid:
             return []
         return sorted({int(round(n)) for n in np.geomspace(max(1, num_rows / 1000), num_rows, self.curve)})
 
+    def below_depth(self) -> list[int]:
+        """Horizons that are raised to a prefetch depth."""
+        return sorted({h for h in self._horizons if h < max(self.prefetch_depth)})
+
     @property
     def _horizons(self) -> list[int]:
         """Those that are numbers."""
