@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -446,11 +447,21 @@ def test_a_horizon_that_is_raised_to_the_depth_is_told(capsys: pytest.CaptureFix
         assert ("prefetch depth: 0 became it" in capsys.readouterr().out) == told
 
 
-def test_resident_tables_are_proposed_where_they_pay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_resident_tables_are_proposed_where_they_pay(
+    policy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small table that is swept in turn defeats every cache; a large one that is never reused fills it."""
+    checked: list[list[str]] = []
+
+    def spy(trace: Any, grid: Any, **others: Any) -> Any:
+        checked.append(grid.policy)
+        return simulate(trace, grid, **others)
+
+    monkeypatch.setattr("cdlrm.simulate.proposal.simulate", spy)
     batches = [np.concatenate([np.arange(20) + 20 * (b % 5), 100 + 150 * b + np.arange(150)]) for b in range(200)]
     np.savez(tmp_path / "t.npz", rows=np.concatenate(batches), starts=np.arange(201) * 170, table_rows=[100, 30000])
-    flags = ["--cache-rows", "250", "--horizon", "0", "--prefetch-depth", "0", "--policy", "lru"]
+    flags = ["--cache-rows", "250", "--horizon", "0", "--prefetch-depth", "0", "--policy", policy]
     out = tmp_path / "o.jsonl"
     flags += ["--propose-resident", "--no-progress", "--out", str(out)]
     assert main(["simulate", "--trace", str(tmp_path / "t.npz"), *flags]) == 0
@@ -458,6 +469,7 @@ def test_resident_tables_are_proposed_where_they_pay(capsys: pytest.CaptureFixtu
     line = json.loads(out.read_text())
     assert line["resident_proposal"]["tables"][0]["table"] == "t0"
     assert line["fills"] == 200 * 170 and line["resident_proposal"]["fills"] == 200 * 150 + 100
+    assert checked == [[policy]], "with the rule of the configuration"
 
 
 def test_figure(tmp_path: Path) -> None:

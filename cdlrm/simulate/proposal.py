@@ -69,7 +69,7 @@ def check_proposal(
         cache_rows=[result["cache_rows"] - taken],
         horizon=["auto" if result["horizon_auto"] else result["horizon"]],
         prefetch_depth=[result["prefetch_depth"]],
-        policy=["lru"],
+        policy=[result["policy"]],
     )
     rest = simulate(WithoutTables(trace, tables), grid, workers=workers)
     loaded = sum(summary["tables"][name]["rows_touched"] for name in tables)
