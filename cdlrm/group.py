@@ -108,6 +108,7 @@ class Group:
         self._planning = threading.Lock()
         self.loans = Loans(self.cache, self.planner, self.pending, self._planning)
         self._told_unannounced = False
+        self._agreed = True  # planner, announced lookups and pending plans tell the same
 
     @property
     def lr(self) -> float:
@@ -134,8 +135,10 @@ class Group:
         rows, cuts = _together(lookups)
         started = time.perf_counter()
         with self._planning:
+            self._agreed = False
             batch = self.planner.scan(rows, cuts)
             self._announced.append(list(lookups))
+            self._agreed = True
         self.counts.seconds_plan += time.perf_counter() - started
         return batch
 
@@ -151,12 +154,15 @@ class Group:
     def _plan(self, hold: int = 0) -> Plan:
         """The next plan, pending from now on."""
         with self._planning:
+            self._agreed = False
             try:
                 plan = self.planner.plan(hold)
             except CacheTooSmallError as error:
+                self._agreed = True  # refused before any change
                 raise refused(error, self.tables, self.share) from None
             plan.calls = self._announced.popleft()
             self.pending.append(plan)
+            self._agreed = True
         self._growth.tell(plan)
         return plan
 
@@ -243,10 +249,11 @@ class Group:
         """End the look-ahead now: plans that were not executed never happened."""
         self.end()
         with self._planning:
-            if self.pending or self.planner.window:
+            if self.pending or self.planner.window or not self._agreed:
                 self.planner.reset(self._slots_to_be())
                 self.pending.clear()
                 self._announced.clear()
+                self._agreed = True
             self.records.forget_plans()
             self.driver.resume()
             self.completed = self.planner.scanned - 1
@@ -290,6 +297,10 @@ class Group:
             self.end()
             step = None
         hold = 0 if step is None else step.batches
+        if not self._agreed:  # Ctrl-C came again while the first one was dealt with
+            self.abandon()
+            step = None
+            hold = 0
         try:
             self.announce([lookups])
             plan = self._plan(hold)

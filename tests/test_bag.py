@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import cdlrm
 from cdlrm import ConfigError, InputError, UsageError
+from cdlrm.plan import Planner
 
 VALUES = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9, 1])
 OFFSETS = torch.tensor([0, 4, 4, 7, 9])  # the second and the last bag are empty
@@ -451,3 +452,46 @@ def test_a_backward_that_comes_too_late_is_refused_and_not_silently_another_upda
             second.sum().backward()
         ours(VALUES, OFFSETS).sum().backward()
         ours.check()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("where", ["scan", "plan", "reset"])
+def test_ctrl_c_in_a_forward_call(where: str, after: bool, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call never happened: training goes on as if only the others had been made, also when Ctrl-C comes twice."""
+    rows, generator = 5000, torch.Generator().manual_seed(0)
+    batches = [torch.randint(rows, (n,), generator=generator) for n in (600, 900, 700, 800, 650, 900)]
+    bags = [
+        cdlrm.EmbeddingBag(rows, 8, mode="sum", optimizer=cdlrm.SGD(lr=0.1), cache_rows=1000, seed=1, device="cpu")
+        for _ in range(2)
+    ]
+
+    def step(bag: Any, ids: torch.Tensor) -> None:
+        bag(ids, torch.arange(0, len(ids), 10)).square().sum().backward()
+
+    def interrupt(patch: pytest.MonkeyPatch, name: str) -> None:
+        run, calls = getattr(Planner, name), iter(range(100))
+
+        def pressed(*arguments: Any) -> Any:
+            if next(calls) > 0:
+                return run(*arguments)
+            if after:
+                run(*arguments)
+            raise KeyboardInterrupt
+
+        patch.setattr(Planner, name, pressed)
+
+    for i, ids in enumerate(batches):
+        if i == 3:
+            with monkeypatch.context() as patch:
+                interrupt(patch, "scan" if where == "reset" else where)
+                if again or where == "reset":
+                    interrupt(patch, "reset")
+                with pytest.raises(KeyboardInterrupt):
+                    step(bags[0], ids)
+        else:
+            for bag in bags:
+                step(bag, ids)
+    assert torch.equal(bags[0].weight, bags[1].weight)
+    for bag in bags:
+        bag.close()

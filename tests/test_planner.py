@@ -18,9 +18,10 @@ from reference_min import (
     window_fills,
 )
 
-from cdlrm.errors import CacheTooSmallError
+from cdlrm.errors import CacheTooSmallError, UsageError
 from cdlrm.plan import MinCounter, Planner, plan_kernels
 from cdlrm.plan import kernels as k
+from cdlrm.plan.shards import Shards
 
 FIELDS = (
     "slots seg_slot seg_row seg_start seg_lookup fill_rows fill_slots evict_rows evict_slots batch wait_for cache_rows"
@@ -384,6 +385,54 @@ def test_an_error_in_a_thread_reaches_the_caller(kernel: str, worker: int, monke
             planner.plan()
         else:
             planner.scan(np.arange(50_000))
+    planner.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("where", ["scan_batch", "plan_batch", "grow_rings", "grow_slots", "make_room"])
+@pytest.mark.parametrize("after", [False, True])
+def test_after_an_interrupted_call(where: str, after: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come wherever Python runs: nothing goes on before `reset`, and afterwards all plans are right."""
+    module: Any = plan_kernels if where == "plan_batch" else k if where == "scan_batch" else Shards
+    run, calls = getattr(module, where), iter(range(1000))
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == 0:
+            if after or (threads == 2 and where.endswith("_batch") and arguments[0] != 0):
+                run(*arguments)
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    rng = np.random.default_rng(3)
+    planner = Planner(300_000, 40_000, 1, 4, threads=threads)
+    replay = Replay(1, one_shard=False)
+    batches = [(rng.random(n) ** 2 * 300_000).astype(np.int64) for n in (40_000, 50_000)]
+    for rows in batches:
+        planner.scan(rows)
+        replay.apply(planner.plan(), rows)
+    planner.scan(batches[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(module, where, interrupted)
+        planner._room = where != "make_room"
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                planner.scan((rng.random(200_000) * 300_000).astype(np.int64))
+            while True:
+                planner.plan()
+    with pytest.raises(UsageError, match="interrupted"):
+        planner.scan(batches[0])
+    truth = np.full(planner.cache_rows, -1)
+    for slot, row in replay.row_of.items():
+        truth[slot] = row
+    planner.reset(truth)
+    planner.check()
+    assert np.array_equal(planner.slot_rows(), truth) and planner.window == 0
+    replay.last_use = dict.fromkeys(replay.last_use, -1)  # every batch before the reset is over
+    replay.history += [[]] * (planner.planned - len(replay.history))
+    for rows in (*batches, batches[0][:60], (rng.random(100_000) * 300_000).astype(np.int64), *batches):
+        planner.scan(rows)
+        replay.apply(planner.plan(), rows)
+        planner.check()
     planner.close()
 
 

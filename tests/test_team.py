@@ -114,6 +114,48 @@ def test_who_comes_late_finds_nothing_to_do() -> None:
         assert (first == 1).all() and (second == 4).all()
 
 
+def test_after_an_error_no_worker_is_in_the_kernel() -> None:
+    """Not even one that would have done everything alone."""
+    team, inside = Team(3), threading.Event()
+    busy: list[int] = []
+    first, second = np.zeros(8, np.int64), np.zeros(8, np.int64)
+
+    def kernel(worker: int, workers: int, claims: np.ndarray) -> int:
+        if worker == 0:
+            assert inside.wait(60)
+            raise KeyboardInterrupt
+        busy.append(worker)
+        inside.set()
+        try:
+            return int(two_phases(worker, workers, claims, first, second, 100_000_000))
+        finally:
+            busy.remove(worker)
+
+    with pytest.raises(KeyboardInterrupt):
+        team.run(kernel, 3, 8, 8)
+    assert not busy
+    assert (first == 0).any(), "the others have begun nothing more"
+    team.close()
+
+
+def test_threads_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    team, start, calls = Team(4), threading.Thread.start, iter(range(100))
+
+    def fail(thread: threading.Thread) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            team.run(lambda w, ws, claims: 0, 4, 1)
+    assert until(lambda: not planning_threads()), "those that were begun have ended"
+    team.run(lambda w, ws, claims: 0, 4, 1)
+    assert len(planning_threads()) == 3, "and another time all are begun"
+    team.close()
+
+
 def test_a_team_that_is_dropped_ends_its_threads() -> None:
     team = Team(3)
     team.run(lambda w, ws, claims: 0, 3, 1)

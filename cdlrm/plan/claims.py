@@ -26,7 +26,7 @@ def new_claims(*members: int) -> np.ndarray:
 
 
 def give_up(claims: np.ndarray) -> None:
-    """A thread has failed: the others shall not wait for it."""
+    """A thread has failed: the others shall neither wait for it nor begin anything more."""
     claims[0, 0] = 1
 
 
@@ -77,10 +77,13 @@ _nap: Any = _call("usleep", NAP)
 
 @jit
 def claim(claims, phase, worker, workers, turn, members):
-    """The member of `phase` that `worker` (of `workers`) tries at its `turn`, or -1 if somebody has begun it.
+    """The member of `phase` that `worker` (of `workers`) tries at its `turn`, or -1: somebody has begun it, or a thread
+    has failed.
 
     Each begins with its own ones, which are the same ones in each phase: what it has just written is in its caches.
     """
+    if _load(claims, 0):
+        return -1
     member = (worker * members // workers + turn) % members
     return -1 if _exchange(claims, (1 + phase) * claims.shape[1] + 1 + member, 1) else member
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import CacheTooSmallError, ConfigError
+from ..errors import CacheTooSmallError, ConfigError, UsageError
 from ..machine import cores
 from . import kernels as k
 from . import plan_kernels
@@ -88,6 +88,7 @@ class Planner:
         self._waiting: deque[_Scanned] = deque()
         self._needs_victim: bool | None = None
         self._room = True  # for one more batch
+        self._whole = True  # no call has failed, or was interrupted, in the middle
 
     @property
     def shards(self) -> int:
@@ -120,6 +121,7 @@ class Planner:
     def scan(self, rows: np.ndarray, cuts: Sequence[int] = ()) -> int:
         """Let the lookups `rows int64 [L]` of one more batch into the window; returns its number."""
         del cuts  # a hint for planners that split by table
+        self._begin()
         batch, n, shards = self.scanned, int(rows.size), self._shards
         if not self._room:
             shards.make_room()
@@ -146,7 +148,14 @@ class Planner:
             unsorted = 0
         distinct, most, self._room = result
         self._waiting.append(_Scanned(entry, index, bounds, distinct, most))
+        self._whole = True
         return batch
+
+    def _begin(self) -> None:
+        """A call that changes the arrays begins; whatever ends it before its end leaves them half changed."""
+        if not self._whole:
+            raise UsageError("an earlier call of this planner was interrupted, or failed; call reset() first.")
+        self._whole = False
 
     @property
     def newest_distinct(self) -> int:
@@ -155,10 +164,10 @@ class Planner:
 
     def needs_victim(self) -> bool:
         """Whether the next batch to plan has to evict a row (then it pays to scan on first)."""
-        if self._needs_victim is None:
+        if self._needs_victim is None and self._whole:
             shards = self._shards
             self._needs_victim = bool(k.need_victims(shards.meta, shards.ring, shards.start, shards.regs))
-        return self._needs_victim
+        return bool(self._needs_victim)
 
     def plan(self, hold: int = 0) -> Plan:
         """Plan the next scanned batch.  Raises CacheTooSmallError (before any change) if `strict`.
@@ -179,6 +188,8 @@ class Planner:
                     f"cache_ratio), use a smaller batch, or allow growth with strict=False.",
                     batch=batch, distinct=waiting.distinct, need=need * self.shards, have=self.cache_rows,
                 )  # fmt: skip
+        self._begin()
+        if grows:
             self._shards.grow_slots(need)
         self._waiting.popleft()
         self.planned += 1
@@ -188,6 +199,7 @@ class Planner:
         plan.grows = grows
         if grows:
             plan.wait_for = batch - 1  # the arrays move
+        self._whole = True
         return plan
 
     def _make(self, batch: int, depth: int, waiting: _Scanned) -> Plan:
@@ -230,13 +242,18 @@ class Planner:
         """Forget the window; from now on the cache holds `slot_rows int64 [cache_rows]` (-1: empty).
 
         Used when a loop is left early: plans that were not executed never happened.  Rows keep
-        their order of last use, as far as it is known.
+        their order of last use, as far as it is known; after a call that failed it is not: all arrays are made anew.
         """
-        self.planned = self.scanned
+        batch, whole, self._whole = self.scanned, self._whole, False
+        if not whole:
+            batch += 1  # the one that failed may have been begun
+            self._shards = Shards(self.shards, self.num_rows, slot_rows.size // self.shards)
+            self._shards.regs[:, k.SCANNED] = batch
         self._waiting.clear()
-        self._needs_victim = None
+        self.planned, self._needs_victim, self._room = batch, None, False
         for s in range(self.shards):
             self._shards.reset(s, np.ascontiguousarray(slot_rows[s :: self.shards]))
+        self._whole = True
 
     def _workers_for(self, lookups: int) -> int:
         return max(1, min(self._team.size, lookups // LOOKUPS_PER_THREAD))

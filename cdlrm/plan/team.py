@@ -31,13 +31,14 @@ class _Job:
 
 
 class _Helper:
-    """A thread that runs the newest job whenever it is woken.  It may come late: then all is claimed already."""
+    """A thread that runs the newest job whenever it is woken.  It may come late: then all is claimed already, or
+    the job was given up."""
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
         self.job: _Job | None = None
         self._ended = False
-        self._asleep = threading.Lock()
+        self._asleep, self._busy = threading.Lock(), threading.Lock()
         self._asleep.acquire()
         self._thread = threading.Thread(target=self._run, name=f"cdlrm-plan-{worker}", daemon=True)
         self._thread.start()
@@ -46,6 +47,20 @@ class _Helper:
         self.job = job
         if self._asleep.locked():
             self._asleep.release()
+
+    def leave(self) -> bool:
+        """Come back when the thread has left its job, and never begins it any more; whether Ctrl-C came meanwhile.
+
+        That does not end it: it takes a member's time at most, and only then nobody writes to what the job writes to.
+        """
+        interrupted = False
+        while True:
+            try:
+                self.job = None
+                with self._busy:
+                    return interrupted
+            except KeyboardInterrupt:
+                interrupted = True
 
     def end(self) -> None:
         self._ended = True
@@ -57,13 +72,14 @@ class _Helper:
     def _run(self) -> None:
         while not self._ended:
             self._asleep.acquire()
-            job = self.job
-            if job is not None:
-                try:
-                    job.run(self.worker)
-                except BaseException:
-                    pass  # the caller finds it in the job
-            del job  # and what it holds, while asleep
+            with self._busy:
+                job = self.job
+                if job is not None:
+                    try:
+                        job.run(self.worker)
+                    except BaseException:
+                        pass  # the caller finds it in the job
+                del job  # and what it holds, while asleep
 
 
 class Team:
@@ -76,34 +92,50 @@ class Team:
         self.size = size
         self._helpers: list[_Helper] = []
         self._process = 0
+        self._end: Any = None
 
     def run(self, kernel: Kernel, workers: int, *members: int) -> Any:
-        """`kernel` on that many workers, which share phases of so many members; the result, or the first error."""
+        """`kernel` on that many workers, which share phases of so many members; the result, or the first error, and
+        then no worker is in the kernel any more."""
         job = _Job(kernel, workers, new_claims(*members))
         helpers = self._begun()[: workers - 1] if workers > 1 else []
-        for helper in helpers:
-            helper.wake(job)
         try:
+            for helper in helpers:
+                helper.wake(job)
             result = job.run(0)
+            if job.error is not None:
+                raise job.error
+            return result
+        except BaseException:
+            give_up(job.claims)
+            if any([helper.leave() for helper in helpers]):
+                raise KeyboardInterrupt from None
+            raise
         finally:
             for helper in helpers:
                 helper.job = None
-        if job.error is not None:
-            raise job.error
-        return result
 
     def _begun(self) -> list[_Helper]:
         if self._process != os.getpid():  # threads do not survive a fork
-            self._process = os.getpid()
-            self._helpers = [_Helper(worker) for worker in range(1, self.size)]
-            weakref.finalize(self, _end, self._helpers)
+            helpers: list[_Helper] = []
+            try:
+                for worker in range(1, self.size):
+                    helpers.append(_Helper(worker))
+            except BaseException:
+                _end(helpers)
+                raise
+            if self._end is not None:
+                self._end.detach()  # of the process before
+            self._end = weakref.finalize(self, _end, helpers)
+            self._helpers, self._process = helpers, os.getpid()
         return self._helpers
 
     def close(self) -> None:
         """End the threads; the team can still be used."""
-        _end(self._helpers)
-        for helper in self._helpers:
-            helper.join()
+        if self._process == os.getpid():
+            self._end()
+            for helper in self._helpers:
+                helper.join()
         self._helpers, self._process = [], 0
 
 
