@@ -67,17 +67,17 @@ def ping(worker, claims, begin, end):
 
 def core_to_core_ns(team: Team, rounds: int = 1000) -> float:
     """From one core's write of a cache line to the other's.  Where virtual processors wander, they are neighbours at
-    times and far from each other at others (here 0.1 and 0.4 us), which two threads feel and one does not."""
-    seconds: list[int] = []
+    times and far from each other at others, which two threads feel and one does not."""
+    took: list[int] = []
 
     def kernel(worker: int, workers: int, claims: np.ndarray) -> None:
         ping(worker, claims, 0, 50)  # then both are awake
         begun = time.perf_counter_ns()
         ping(worker, claims, 50, 50 + rounds)
-        seconds.append(time.perf_counter_ns() - begun)
+        took.append(time.perf_counter_ns() - begun)
 
     team.run(kernel, 2, 2)
-    return min(seconds) / (2 * rounds)
+    return min(took) / (2 * rounds)
 
 
 def zipf_ids(rng: np.random.Generator, samples: int, zipf: float) -> np.ndarray:

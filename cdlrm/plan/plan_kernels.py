@@ -285,7 +285,8 @@ def plan_batch(
     """Plan the oldest scanned batch, on all threads that call it with the same `claims`, into the plan's arrays.
 
     By shard: `use_cached`; when it is known where each one's fills and evicts begin, `fill_missing` and `segments`; and
-    by piece `put_slots`.  `fill_rows` etc. are as long as `entry_row`.
+    by piece `put_slots`.  `fill_rows` etc. are as long as `entry_row`.  Which entries are missing lies meanwhile in the
+    shard's section of `seg_lookup`, which is not needed before and has at least as many places.
     `out int64 [shards, 16]` (a cache line each, and a gap) receives the fills and evicts of each shard, and the last
     batch it has to wait for.  Returns the sums of those, and the latest.
     """

@@ -49,10 +49,6 @@ class _Scanned:
     distinct: int
     most: int  # distinct rows of the shard that has most
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.entry.nbytes + self.index.nbytes) + 16 * self.distinct
-
 
 class Planner:
     """Plans of one group.  `num_rows` rows, `cache_rows` slots, hold of `prefetch_depth` batches.
@@ -109,11 +105,6 @@ class Planner:
         return len(self._waiting)
 
     @property
-    def window_bytes(self) -> int:
-        """Host memory of the scanned batches that are not planned yet."""
-        return sum(s.nbytes for s in self._waiting)
-
-    @property
     def metadata_bytes(self) -> int:
         """Host memory of the per-row and per-slot arrays and the rings."""
         return self._shards.nbytes
@@ -164,7 +155,7 @@ class Planner:
 
     def needs_victim(self) -> bool:
         """Whether the next batch to plan has to evict a row (then it pays to scan on first)."""
-        if self._needs_victim is None and self._whole:
+        if self._needs_victim is None and self._whole:  # the kernel must not see half changed arrays; plan() refuses
             shards = self._shards
             self._needs_victim = bool(k.need_victims(shards.meta, shards.ring, shards.start, shards.regs))
         return bool(self._needs_victim)

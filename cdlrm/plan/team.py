@@ -1,4 +1,8 @@
-"""`Team`: threads that run one kernel together; inside it they share the work by `claims.py`."""
+"""`Team`: threads that run one kernel together; inside it they share the work by `claims.py`.
+
+Not a ThreadPoolExecutor: there a job that a late thread has not begun stays queued, and keeps a batch's arrays; and to
+wait for every thread to come back takes as long as a small batch's shard.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class _Job:
             return self.kernel(worker, self.workers, self.claims)
         except BaseException as error:
             self.error = error
-            give_up(self.claims)  # the others come back at once
+            give_up(self.claims)
             raise
 
 
