@@ -254,6 +254,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the small caches (no long warm-up)")
     parser.add_argument("--shapes", action="store_true", help="instead: DLRM's shapes against their dense part")
     args = parser.parse_args()
+    if args.timed < 1:
+        parser.error(f"--timed {args.timed}: must be 1 or more.")
     # Exponents that give 0.38-0.5 distinct rows a lookup at each batch size.
     cases = [(2048, 1.15, 100_000), (16_384, 1.05, 800_000)]
     if not args.quick:
