@@ -436,10 +436,12 @@ def test_after_an_interrupted_call(where: str, after: bool, threads: int, monkey
     planner.close()
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_metadata_is_small(shards: int) -> None:
-    """At most 8 bytes a row, 32 a slot, 16 a scanned distinct row, whatever the window has grown to."""
+@pytest.mark.parametrize(("shards", "skewed"), [(1, False), (4, False), (4, True), (16, True)])
+def test_metadata_is_small(shards: int, skewed: bool) -> None:
+    """At most 8 bytes a row, 32 a slot, 16 a scanned distinct row, whatever the window has grown to, and if all ids
+    fall into one shard."""
     rng = np.random.default_rng(shards)
+    of_one = np.array([row for row in range(200_000) if not skewed or k.shard_of(row, shards) == 1])
     for rows, slots, horizon, lookups in ((200_000, 20_000, 3, 60_000), (50_000, 30_000, 40, 9000)):
         planner = Planner(rows, slots, 1, shards)
         empty = planner.metadata_bytes
@@ -447,7 +449,8 @@ def test_metadata_is_small(shards: int) -> None:
         assert empty <= 8 * rows + 32 * slots + constant
         sizes = []
         for _ in range(3 * horizon + 6):
-            batch = (rng.random(lookups) ** 2 * rows).astype(np.int64)
+            own = of_one[of_one < rows]
+            batch = own[(rng.random(lookups) ** 2 * own.size).astype(np.int64)]
             sizes.append(np.unique(batch).size)
             planner.scan(batch)
             window = sum(sizes[max(0, planner.planned - 1) :])  # and the batch before, which is held

@@ -9,7 +9,8 @@ State of one shard.  Slots are numbered from 1 here (0: none); an *entry* is a s
 
 * `meta int32 [2N]`  per row of the group: slot, number of its newest entry (absolute, modulo 2^31).
 * `ring int64 [E+1]`, `link int32 [E+1]`  per entry: row in the low 40 bits, above it 1 + next use (modulo
-  2^22; 0 = none).  Entry `n` lives at `n - ORIGIN`, plus E if that is negative.  The links of batch k's
+  2^22; 0 = none).  Entry `n` lives at `n - ORIGIN`, plus E if that is negative.  The rings of all shards, each as large
+  as its shard needs, are one array: this is its part [RING, RING_END), see `part`.  The links of batch k's
   entries first hold the *list* of slots whose next use is k (a stack), then, once k is planned, the slot of
   each entry.
 * `slot_row int64 [S+1]`, `slot_use int32 [2(S+1)]`  per slot: row (-1 = empty); next use and last use.
@@ -33,7 +34,8 @@ from ..driver.intrinsics import prefetch_read as prefetch
 from .claims import claim, finish, wait
 
 HEAD, ORIGIN, SWEPT, SCANNED, PLANNED, RELEASED, FIFO_HEAD, FIFO_SIZE, FREE, HELD, DISTINCT = range(11)
-REGISTERS = 11 + 16  # then a gap of two cache lines, so that no line has two shards' registers
+RING, RING_END = 11, 12
+REGISTERS = 13 + 16  # then a gap of two cache lines, so that no line has two shards' registers
 NONE = np.int32(-1)  # no known next use
 MASK31 = (1 << 31) - 1
 UNSEEN = 1 << 29  # a row that is not in the window has an entry at least as old as this
@@ -51,6 +53,12 @@ def shard_of(row, shards):
     """Shard of a row: a hash of its block of 8 rows, so that no cache line of `meta` has two owners."""
     x = np.uint64(row >> 3) * np.uint64(0x9E3779B97F4A7C15)
     return np.int64(((x >> np.uint64(40)) * np.uint64(shards)) >> np.uint64(24))
+
+
+@jit
+def part(ring, regs):
+    """A shard's part of the rings (or links) of all."""
+    return ring[regs[RING] : regs[RING_END]]
 
 
 @jit
@@ -202,9 +210,10 @@ def has_room(start, regs):
 @jit
 def need_victims(meta, ring, start, regs):
     """Whether more rows of the next batch to plan are not cached than slots are free, in any shard."""
-    size = ring.shape[1] - 1
     wmask = start.shape[1] - 1
     for s in range(regs.shape[0]):
+        own = part(ring, regs[s])
+        size = own.size - 1
         j = regs[s, PLANNED]
         free = regs[s, FREE]
         begin = start[s, U(j & wmask)]
@@ -212,7 +221,7 @@ def need_victims(meta, ring, start, regs):
         missing = 0
         for e in range(begin, end if end - begin > free else begin):
             p = e - regs[s, ORIGIN]
-            missing += meta[U(2 * (ring[s, U(p + (size if p < 0 else 0))] & ROW_MASK))] == 0
+            missing += meta[U(2 * (own[U(p + (size if p < 0 else 0))] & ROW_MASK))] == 0
             if missing > free:
                 return True
     return False
@@ -244,8 +253,8 @@ def scan_batch(
         if s >= 0:
             if at[s] < rows.size:
                 at[s] = scan(
-                    s, max(at[s], 0), parts, bounds, entry, meta, ring[s], link[s], slot_use[s], fifo[s], start[s],
-                    listed[s], regs[s],
+                    s, max(at[s], 0), parts, bounds, entry, meta, part(ring, regs[s]), part(link, regs[s]),
+                    slot_use[s], fifo[s], start[s], listed[s], regs[s],
                 )  # fmt: skip
             finish(claims, 1)
     if not wait(claims, 1, shards):

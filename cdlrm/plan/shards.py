@@ -8,8 +8,8 @@ from . import kernels as k
 
 
 class Shards:
-    """Shard `s` has row `s` of each array, and slots that are numbered from 1; `meta int32 [2 * rows]` is shared, by
-    whole cache lines.
+    """Shard `s` has row `s` of each array (of `ring` and `link`: `kernels.part`), and slots that are numbered from 1;
+    `meta int32 [2 * rows]` is shared, by whole cache lines.
 
     The shards' arrays lie together since only large ones get huge pages, and with small pages the address of nearly
     every slot has to be looked up in memory.
@@ -19,10 +19,11 @@ class Shards:
         self.number = number
         lines = np.zeros(2 * num_rows + 16, np.int32)
         self.meta = lines[-lines.ctypes.data % 64 // 4 :][: 2 * num_rows]  # from the beginning of a cache line
-        self.ring, self.link = np.zeros((number, 1), np.int64), np.zeros((number, 1), np.int32)
+        self.ring, self.link = np.zeros(number, np.int64), np.zeros(number, np.int32)  # no room for entries yet
         self.start, self.listed = np.full((number, 64), k.UNSEEN, np.int64), np.zeros((number, 64), np.int64)
         self.regs = np.zeros((number, k.REGISTERS), np.int64)
         self.regs[:, [k.HEAD, k.ORIGIN, k.SWEPT]] = k.UNSEEN  # rows that were never seen have entry 0
+        self.regs[:, k.RING], self.regs[:, k.RING_END] = np.arange(number), np.arange(1, number + 1)
         self.slot_row, self.slot_use = np.full((number, 1), -1, np.int64), np.full((number, 2), -1, np.int32)
         self.fifo, self.free = np.zeros((number, 1), np.int32), np.empty((number, 0), np.int32)
         self.grow_slots(slots)
@@ -68,19 +69,21 @@ class Shards:
         self.regs[:, k.FREE] += slots - old
 
     def grow_rings(self) -> None:
-        """Room for more entries in each shard."""
+        """Room for more entries in each shard that may need it."""
         mask = self.start.shape[1] - 1
         tails = [int(self.start[s, int(self.regs[s, k.RELEASED]) & mask]) for s in range(self.number)]
         live = [self.places(s, tail, int(self.regs[s, k.HEAD])) for s, tail in enumerate(tails)]
-        most = max(places.size for places in live)
-        size = most + most // 5 + 2 * k.BLOCK
+        # Not all as large as the largest: ids may happen, or be made, to fall into few shards.
+        sizes = [max(self._ring_size(s), n.size + n.size // 5 + 2 * k.BLOCK) for s, n in enumerate(live)]
+        ends = np.cumsum([size + 1 for size in sizes])
+        starts = ends - sizes - 1
         for name in ("ring", "link"):
             old = getattr(self, name)
-            new = np.zeros((self.number, size + 1), old.dtype)
+            new = np.zeros(int(ends[-1]), old.dtype)
             for s, places in enumerate(live):
-                new[s, : places.size] = old[s, places]
+                new[starts[s] : starts[s] + places.size] = old[self.regs[s, k.RING] :][places]
             setattr(self, name, new)
-        self.regs[:, k.ORIGIN] = tails
+        self.regs[:, k.RING], self.regs[:, k.RING_END], self.regs[:, k.ORIGIN] = starts, ends, tails
 
     def make_room(self) -> None:
         """Room for one more batch beside those that are scanned and not released; `scan_batch` tells when to."""
@@ -115,9 +118,12 @@ class Shards:
         self.regs[s, k.FIFO_HEAD], self.regs[s, k.FIFO_SIZE] = 0, slots.size
 
     def places(self, s: int, lo: int, hi: int) -> np.ndarray:
-        """Where the entries [lo, hi) live."""
+        """Where the entries [lo, hi) live in its part of the rings."""
         at = np.arange(lo, hi) - int(self.regs[s, k.ORIGIN])
-        return np.where(at < 0, at + self.ring.shape[1] - 1, at)
+        return np.where(at < 0, at + self._ring_size(s), at)
+
+    def _ring_size(self, s: int) -> int:
+        return int(self.regs[s, k.RING_END] - self.regs[s, k.RING] - 1)
 
     def reset(self, s: int, rows: np.ndarray) -> None:
         """Forget the window; from now on the slots hold `rows int64 [slots]` (-1: empty)."""
@@ -164,7 +170,7 @@ class Shards:
         for b in range(planned, scanned):
             w = b & (self.start.shape[1] - 1)
             first = int(self.start[s, w])
-            stack = self.link[s, self.places(s, first, first + int(self.listed[s, w]))]
+            stack = k.part(self.link, regs)[self.places(s, first, first + int(self.listed[s, w]))]
             _require((use[stack - 1, 0] == b).all(), f"{name}: a slot is listed for batch {b} but is used elsewhere")
             listed += stack.tolist()
         waiting = self.waiting(s)
