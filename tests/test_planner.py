@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -127,6 +128,8 @@ def drive(
         while scanned < min(len(batches), j + 1 + horizon):
             assert planner.scan(batches[scanned]) == scanned
             scanned += 1
+        missing = {row for row in rows.tolist() if row not in replay.slot_of}
+        assert planner.needs_victim() == _too_many(missing, replay.slot_of, planner), "asks whether a row must leave"
         plan = planner.plan()
         replay.apply(plan, rows)
         if j % every == 0:
@@ -134,6 +137,13 @@ def drive(
         plans.append(plan)
     planner.check()
     return replay, plans
+
+
+def _too_many(missing: set[int], cached: Iterable[int], planner: Planner) -> bool:
+    """Whether some shard has fewer free slots than missing rows."""
+    needed = Counter(int(k.shard_of(row, planner.shards)) for row in missing)
+    used = Counter(int(k.shard_of(row, planner.shards)) for row in cached)
+    return any(n > planner.cache_rows // planner.shards - used[s] for s, n in needed.items())
 
 
 def random_trace(rng: np.random.Generator, rows: int, batches: int, most: int, zipf: float = 0.0) -> list[list[int]]:

@@ -289,12 +289,19 @@ def test_npz_and_parquet_traces_as_documented(tmp_path: Path) -> None:
     batches = [np.array([0, 5, 5]), np.array([], np.int64), np.array([9, 0])]
     starts = np.array([0, 3, 3, 5], np.int32)
     np.savez_compressed(tmp_path / "t.npz", rows=np.concatenate(batches), starts=starts, table_rows=[4, 6])
-    schema = pa.schema([("rows", pa.list_(pa.int32()))], metadata={"cdlrm.table_rows": "[4, 6]"})
-    pq.write_table(pa.table({"rows": [b.tolist() for b in batches]}, schema=schema), tmp_path / "t.parquet")
-    for name in ("t.npz", "t.parquet"):
+    kinds = {"t": pa.list_(pa.int32()), "large": pa.large_list(pa.uint64()), "small": pa.list_(pa.int8())}
+    for name, kind in kinds.items():
+        schema = pa.schema([("rows", kind)], metadata={"cdlrm.table_rows": "[4, 6]"})
+        pq.write_table(pa.table({"rows": [b.tolist() for b in batches]}, schema=schema), tmp_path / f"{name}.parquet")
+    for name in ("t.npz", "t.parquet", "large.parquet", "small.parquet"):
         trace = FileTrace(str(tmp_path / name))
         assert (trace.table_rows, trace.batches, trace.names) == ([4, 6], 3, ["t0", "t1"])
         assert [batch.rows.tolist() for batch in trace] == [b.tolist() for b in batches]
+        assert all(batch.rows.dtype == np.int64 for batch in trace)
+    schema = pa.schema([("rows", pa.list_(pa.int64(), 2))], metadata={"cdlrm.table_rows": "[9]"})
+    pq.write_table(pa.table({"rows": [[n % 9, 8] for n in range(50)]}, schema=schema), tmp_path / "fixed.parquet")
+    fixed = [batch.rows.tolist() for batch in FileTrace(str(tmp_path / "fixed.parquet"))]
+    assert fixed == [[n % 9, 8] for n in range(50)]
 
 
 def test_bad_traces(tmp_path: Path) -> None:
@@ -331,7 +338,13 @@ def test_bad_traces(tmp_path: Path) -> None:
         refused(f"sizes{number}.parquet", "not a trace: the rows of its tables must be a list of integers above 0")
     huge = pa.table({"rows": pa.array([[1, 2**63]], pa.list_(pa.uint64()))})
     pq.write_table(huge, tmp_path / "huge.parquet")
-    refused("huge.parquet", "cannot be read: Integer value 9223372036854775808", "5")
+    refused("huge.parquet", "lookup 1 of batch 0 is row 9223372036854775808, outside", "5")
+    np.savez(tmp_path / "huge.npz", rows=np.array([1, 2**64 - 1], np.uint64), starts=[0, 2], table_rows=[9])
+    refused("huge.npz", "lookup 1 of batch 0 is row 18446744073709551615, outside")
+    pq.write_table(pa.table({"ids": [[1]]}), tmp_path / "other.parquet")
+    refused("other.parquet", "it has no column `rows`")
+    pq.write_table(pa.table({"rows": [[1.5]]}), tmp_path / "real.parquet")
+    refused("real.parquet", "the column `rows` is list<[^ ]* double> where a list of integers")
     two = {"rows": [[1], [2]]}
     pq.write_table(pa.table({**two, "epoch": pa.array([0, None], pa.int32())}), tmp_path / "null.parquet")
     refused("null.parquet", "trace [^ ]*: an epoch is null", "5")

@@ -226,6 +226,8 @@ BAD = {
     "--cache-ratio 0": "above 0",
     "--prefetch-depth wide": "whole number",
     "--prefetch-depth horizon --horizon 100": "at most 64",
+    "--cache-rows 100 999999": "--cache-rows 999999: the tables have only",
+    "--cache-rows 999999 --simulate": "--cache-rows 999999: the tables have only",
     "--repeats 0": "at least 1",
     "--repeats 2 --simulate": "leave --repeats out",
     "--figure-format pdf": "png or svg",
@@ -243,6 +245,16 @@ def test_bad_flags_are_one_sentence(
     assert main([*RUN, *flags.split()]) == 2
     said = capsys.readouterr().err
     assert BAD[flags] in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_data_are_told_before_anything_begins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "--data", "none.parquet"]) != 0
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "none.parquet" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

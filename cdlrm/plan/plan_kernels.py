@@ -299,8 +299,9 @@ def plan_batch(
             lo = entry_start[s]
             hi = entry_start[s + 1]
             use_cached(
-                depth, meta, part(ring, regs[s]), part(link, regs[s]), slot_row[s], slot_use[s], fifo[s], free[s], start[s],
-                listed[s], regs[s], s, shards, entry_slot[lo:hi], entry_row[lo:hi], seg_lookup[lookup_start[s] :], out[s],
+                depth, meta, part(ring, regs[s]), part(link, regs[s]), slot_row[s], slot_use[s], fifo[s], free[s],
+                start[s], listed[s], regs[s], s, shards, entry_slot[lo:hi], entry_row[lo:hi],
+                seg_lookup[lookup_start[s] :], out[s],
             )  # fmt: skip
             finish(claims, 0)
     if not wait(claims, 0, shards):
@@ -315,8 +316,8 @@ def plan_batch(
             evicts = out[:s, 1].sum()
             out[s, 2] = fill_missing(
                 meta, part(ring, regs[s]), part(link, regs[s]), slot_row[s], slot_use[s], fifo[s], free[s], start[s],
-                listed[s], regs[s], s, shards, seg_lookup[begin : begin + out[s, 0]], entry_slot[lo:hi], fill_rows[fills:], fill_slots[fills:],
-                evict_rows[evicts:], evict_slots[evicts:],
+                listed[s], regs[s], s, shards, seg_lookup[begin : begin + out[s, 0]], entry_slot[lo:hi],
+                fill_rows[fills:], fill_slots[fills:], evict_rows[evicts:], evict_slots[evicts:],
             )  # fmt: skip
             segments(s, bounds, entry, index, begin, seg_start[lo:hi], seg_lookup)
             finish(claims, 1)

@@ -69,12 +69,7 @@ class Grid:
         rows = {*self.cache_rows, *(max(1, math.ceil(num_rows * ratio)) for ratio in self.cache_ratio)}
         if not rows and not self.curve:
             rows = {max(1, math.ceil(num_rows * 0.1))}
-        too_large = [n for n in sorted(rows) if n > num_rows]
-        if too_large:
-            raise ConfigError(
-                f"--cache-rows {too_large[0]}: the tables have only {num_rows} rows; give at most that (everything "
-                "resident)."
-            )
+        check_cache_rows(rows, num_rows)
         return sorted(rows)
 
     def curve_sizes(self, num_rows: int) -> list[int]:
@@ -193,6 +188,16 @@ def simulate_caches(
     if not uses.distinct:
         raise DataError("the trace is empty: no batch looks up a row; give data with samples.")
     return Pass(uses, interrupted)
+
+
+def check_cache_rows(cache_rows: Iterable[int], num_rows: int) -> None:
+    """Raise ConfigError where a cache of a grid is larger than all tables: several points would silently be one."""
+    too_large = [n for n in sorted(cache_rows) if n > num_rows]
+    if too_large:
+        raise ConfigError(
+            f"--cache-rows {too_large[0]}: the tables have only {num_rows} rows; give at most that (everything "
+            "resident)."
+        )
 
 
 def cache_size(config: TrainConfig, num_rows: int) -> int:

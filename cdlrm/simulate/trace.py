@@ -2,9 +2,10 @@
 
 A recorded trace is one of
 
-* Parquet: one record a batch, column `rows` (list<int64>: the batch's lookups, duplicates included, as rows of all
-  tables laid one after another: row = first row of the table + id), optional column `epoch` (int32).  File metadata
-  `cdlrm.table_rows` (JSON list: rows of each table) and, optionally, `cdlrm.tables` (JSON list of names).
+* Parquet: one record a batch, column `rows` (a list of integers, of any width: the batch's lookups, duplicates
+  included, as rows of all tables laid one after another: row = first row of the table + id), optional column `epoch`
+  (integers).  File metadata `cdlrm.table_rows` (JSON list: rows of each table) and, optionally, `cdlrm.tables` (JSON
+  list of names).
 * NumPy `.npz` (`numpy.savez`): `rows` (integers [L], all batches one after another), `starts` (integers
   [batches + 1]: batch b has the lookups starts[b] .. starts[b + 1]), optional `table_rows` (integers [tables]).
 
@@ -129,7 +130,8 @@ class FileTrace(Trace):
                         f"--trace {self.file}: lookup {at} of batch {number} is row {rows[at]}, outside [0, {limit}); "
                         "give the --table-rows that it was recorded with."
                     )
-                yield BatchRows(rows, epoch)
+                # Not before: the largest uint64 would become other rows.
+                yield BatchRows(rows.astype(np.int64, copy=False), epoch)
         except DataError:
             raise
         except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
@@ -142,10 +144,12 @@ class FileTrace(Trace):
         with pq.ParquetFile(self.file) as found:
             schema = found.schema_arrow
             self.batches = found.metadata.num_rows
-        if "rows" not in schema.names or not pa.types.is_list(schema.field("rows").type):
-            raise ValueError("no column `rows` with a list of integers for each batch")
-        if not pa.types.is_integer(schema.field("rows").type.value_type):
-            raise ValueError("the column `rows` does not hold lists of integers")
+        if "rows" not in schema.names:
+            raise ValueError("it has no column `rows`")
+        kind = schema.field("rows").type
+        lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        if not any(is_one(kind) for is_one in lists) or not pa.types.is_integer(kind.value_type):
+            raise ValueError(f"the column `rows` is {kind} where a list of integers a batch is expected")
         if "epoch" in schema.names and not pa.types.is_integer(schema.field("epoch").type):
             raise ValueError("the column `epoch` does not hold integers")
         said = schema.metadata or {}
@@ -160,9 +164,10 @@ class FileTrace(Trace):
             for group in range(found.num_row_groups):
                 for piece in found.iter_batches(batch_size=READ_BATCHES, row_groups=[group], columns=wanted):
                     lists = piece.column("rows")
+                    lists = lists.cast(pa.large_list(lists.type.value_type))
                     if lists.null_count or lists.values.null_count:
                         raise DataError(f"--trace {self.file}: a batch or a row is null; every batch needs a list.")
-                    values = lists.values.cast(pa.int64()).to_numpy(zero_copy_only=False)
+                    values = lists.values.to_numpy(zero_copy_only=False)
                     starts = lists.offsets.to_numpy()
                     if "epoch" in wanted and piece.column("epoch").null_count:
                         raise DataError(f"--trace {self.file}: an epoch is null; every batch needs one, or none has.")
@@ -191,7 +196,7 @@ class FileTrace(Trace):
                 data = stream.read(int(count) * self._dtype.itemsize)
                 if len(data) != count * self._dtype.itemsize:
                     raise EOFError("`rows` ends early")
-                yield np.frombuffer(data, self._dtype).astype(np.int64), 0
+                yield np.frombuffer(data, self._dtype), 0
 
 
 def _line(error: Exception) -> str:

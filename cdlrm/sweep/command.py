@@ -97,7 +97,7 @@ def _swept(found: argparse.Namespace) -> dict[str, list[Any]]:
 def run_sweep(found: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     quiet_openmp()
-    from .run import Appender, Stopped, simulate_points, train_points
+    from .run import Appender, Stopped, check_data, simulate_points, train_points
 
     repeats = whole("--repeats", found.repeats, 1) or 1
     if found.figure_format not in ("png", "svg"):
@@ -108,6 +108,7 @@ def run_sweep(found: argparse.Namespace) -> int:
     points = make_points(base, _swept(found), repeats=repeats, mode="simulate" if found.simulate else "train")
     check_file("--out", found.out)
     _check_figures(found.figures)
+    check_data(points)
     file = Path(found.out)
     done = {line["key"] for line in read_lines(file)}
     todo = [point for point in points if point.key() not in done]

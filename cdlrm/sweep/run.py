@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..config import TrainConfig
+from ..datasets import open_datasets
 from ..progress import Listener
 from ..report import jsonable
 from .points import Point
@@ -66,6 +67,15 @@ def describe(point: Point) -> dict[str, Any]:
         "depth_is_horizon": point.tied,
         "repeat": point.repeat,
     }
+
+
+def check_data(points: Sequence[Point]) -> None:
+    """Raise DataError or ConfigError, before anything is run, where the data cannot be opened or has fewer rows than a
+    cache of a point."""
+    from ..simulate.grid import check_cache_rows
+
+    rows = sum(open_datasets(points[0].config, []).table_rows)  # the data are the same for all points
+    check_cache_rows([p.config.cache_rows for p in points if p.config.cache_rows is not None], rows)
 
 
 def train_points(points: Iterable[Point], append: Callable[[dict[str, Any]], None], advance: Advance) -> None:
