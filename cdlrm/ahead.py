@@ -179,8 +179,10 @@ class Lookahead:
         self._horizon = line.horizon
         if line.chooser is not None and line.chooser.why:
             self._why = line.chooser.why
-        line.finish_batch()
-        line.close()
+        try:
+            line.finish_batch()
+        finally:
+            line.close()
         self._totals["batches"] += line.trained
         self._totals["seconds_read"] += line.seconds_read
         self._totals["seconds_stall"] += line.seconds_stall

@@ -54,6 +54,7 @@ def _forward(parts: list[GroupCall], dtype: torch.dtype, training: bool) -> list
             group.records.lookup(each.call.slots, lookups, matrix, each.call)
             group.counts.seconds_lookup += time.perf_counter() - started
         else:
+            group.mend()
             group.settle_for_reading()
             with group.cache.pause():
                 _read(group, lookups, matrix)

@@ -20,6 +20,7 @@ import numpy as np
 
 from .driver.base import Records
 from .errors import DeviceError, retold
+from .interrupt import interrupt_later
 from .plan import Plan
 
 PIECE_ROWS = 1 << 20  # moved at once where all are
@@ -53,7 +54,7 @@ class Cache:
         self.resumed: Callable[[], None] = lambda: None  # told when a pause ends
         self._lock = threading.RLock()  # see Pipeline.lock
         self._gate = threading.Condition(self._lock)
-        self._pauses = 0
+        self._pauses: dict[int, int] = {}  # by thread
         self._busy = False
         if rows:
             self._resize(rows, 0)
@@ -65,11 +66,11 @@ class Cache:
 
         `executed` is called before a pause can begin, so that whoever pauses sees both or neither.
         """
-        with self._lock:
-            if self._pauses:
-                return False
-            self._busy = True
-        try:
+        try:  # from here on: Ctrl-C behind the `with` would leave it busy for ever
+            with self._lock:
+                if self._pauses:
+                    return False
+                self._busy = True
             self._execute(plan)
             executed()
         finally:
@@ -114,15 +115,27 @@ class Cache:
 
     def hold(self) -> None:
         """Like entering `pause`; ends with `let_go`."""
-        with self._lock:
-            self._pauses += 1
+        me = threading.get_ident()
+        with interrupt_later(), self._lock:  # Ctrl-C inside the wait would leave the lock in disorder
+            self._pauses[me] = self._pauses.get(me, 0) + 1
             while self._busy:
                 self._gate.wait(WAIT_SECONDS)
 
     def let_go(self) -> None:
+        me = threading.get_ident()
         with self._lock:
-            self._pauses -= 1
+            left = self._pauses.pop(me, 1) - 1  # none, after `let_go_all`
+            if left:
+                self._pauses[me] = left
         self.resumed()
+
+    def let_go_all(self) -> None:
+        """End the pauses of this thread that Ctrl-C has left: it may come between `hold` and what ends with `let_go`.
+        Outside of every pause only."""
+        if threading.get_ident() in self._pauses:
+            with self._lock:
+                self._pauses.pop(threading.get_ident(), None)
+            self.resumed()
 
     def mark_dirty(self, slots: np.ndarray) -> None:
         """An update of the records in `slots` was launched (rule 7)."""
@@ -138,8 +151,8 @@ class Cache:
             self._resize(self.rows, max(self.lent + int(rows.size), 2 * self.lent))
         slots = np.arange(first, first + rows.size, dtype=np.int32)
         self.records.read(rows, slots)
-        self.slot_row[slots] = rows
         self.lent += int(rows.size)
+        self.slot_row[slots] = rows
         return slots
 
     def find_lent(self, rows: np.ndarray) -> np.ndarray:
@@ -160,7 +173,7 @@ class Cache:
         try:
             self._write(self.slot_row[slots[dirty]], slots[dirty])
         finally:
-            self.slot_row[slots] = -1
+            self.slot_row[slots], self.dirty[slots] = -1, 0
             self.lent = keep
 
     def flush(self) -> None:

@@ -50,6 +50,7 @@ class Deferred:
 
     def step_now(self, scales: Callable[[Call], float | None]) -> None:
         """One update with all gradients since the last; each call's times its scale (None: dropped)."""
+        self.group.mend()
         group, step = self.group, self.group.step
         skip = any([call.step.skip for call in self.calls()])  # a device is waited for
         group.driver.poll()

@@ -194,7 +194,9 @@ class Group:
     def end(self) -> None:
         """End the current step: apply what has come, give borrowed rows back."""
         step, self.step = self.step, None
-        if step is not None:
+        if step is None:
+            self.loans.release()  # what Ctrl-C has left of them
+        else:
             try:
                 if self.driver.dead:
                     step.take()  # whoever has heard of it ends the step now
@@ -250,6 +252,7 @@ class Group:
         self.end()
         with self._planning:
             if self.pending or self.planner.window or not self._agreed:
+                self._agreed = False
                 self.planner.reset(self._slots_to_be())
                 self.pending.clear()
                 self._announced.clear()
@@ -257,6 +260,14 @@ class Group:
             self.records.forget_plans()
             self.driver.resume()
             self.completed = self.planner.scanned - 1
+
+    def mend(self) -> None:
+        """Before rows are looked up: finish the end of a look-ahead, or of a forward call, that Ctrl-C has interrupted."""
+        if self.attached is not None:
+            if self.attached.stopped:
+                self.attached.close()
+        elif self.pending or not self._agreed:
+            self.abandon()
 
     def _slots_to_be(self) -> np.ndarray:
         """Row in each slot that the planner knows of; slots that the device has no room for are empty, and the next
@@ -271,6 +282,7 @@ class Group:
 
     def training_slots(self, lookups: Lookups) -> Call:
         """The slots of a forward call that may be followed by a backward, brought in if need be."""
+        self.mend()
         self.settle()
         self._hear()
         if self.attached is None:
@@ -297,10 +309,7 @@ class Group:
             self.end()
             step = None
         hold = 0 if step is None else step.batches
-        if not self._agreed:  # Ctrl-C came again while the first one was dealt with
-            self.abandon()
-            step = None
-            hold = 0
+        self.loans.release()
         try:
             self.announce([lookups])
             plan = self._plan(hold)

@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 
 from .cache import Cache
+from .interrupt import interrupt_later
 from .lookups import Lookups
 from .plan import Plan, Planner
 from .plan.resident import ResidentPlanner
@@ -34,6 +35,7 @@ class Loans:
         if self.resident:
             return rows
         if not self.holding:
+            self.release()
             self.cache.hold()
             self.holding = True
         distinct, inverse = np.unique(rows, return_inverse=True)
@@ -65,14 +67,18 @@ class Loans:
         return self._find(lookups.rows)
 
     def release(self) -> None:
-        """End the loans for training: dirty rows go home, transfers go on."""
-        if self.holding:
-            self.holding = False
-            try:
-                self.cache.records.fence()
-                self.cache.give_back()
-            finally:
-                self.cache.let_go()
+        """End the loans for training: dirty rows go home, transfers go on.  And whatever else Ctrl-C has left lent or
+        paused.  Outside of every pause only."""
+        if self.holding or self.cache.lent:
+            with interrupt_later():  # halfway, updates of lent rows would be lost
+                self.cache.hold()
+                try:
+                    self.cache.records.fence()
+                    self.cache.give_back()
+                finally:
+                    self.holding = False
+                    self.cache.let_go()
+        self.cache.let_go_all()
 
     def _find(self, rows: np.ndarray) -> np.ndarray:
         """Where `rows` are on the device now, int32; -1: only in the store.  Paused only.
@@ -89,6 +95,6 @@ class Loans:
                     hit = plan.evict_rows[order[at]] == rows
                     slots[hit] = plan.evict_slots[order[at[hit]]]
         lost = np.flatnonzero(slots < 0)
-        if lost.size and self.cache.lent:
+        if lost.size and self.holding:
             slots[lost] = self.cache.find_lent(rows[lost])
         return slots

@@ -214,7 +214,7 @@ class Pipeline:
         self.ready: deque[Work] = deque()
         self.current: Work | None = None
         self.read = self.trained = self.bytes_in_flight = self.short_windows = 0
-        self.ended = self.stopped = False
+        self.ended = self.stopped = self.closed = False
         self.failure: tuple[str, int, BaseException] | None = None
         self.waiting_since: float | None = None
         self.patience = PATIENCE_SECONDS
@@ -228,7 +228,11 @@ class Pipeline:
             group.set_depth(prefetch_depth)
             group.horizon = self.horizon
         if threads:
-            self._start_threads()
+            try:
+                self._start_threads()
+            except BaseException:
+                self.close()
+                raise
 
     def _start_threads(self) -> None:
         with interrupt_later():
@@ -363,7 +367,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the threads, end the current batch, forget what was only planned.  May be called twice."""
-        if self.stopped:
+        if self.closed:
             return
         self.stopped = True
         self.notify()
@@ -385,6 +389,7 @@ class Pipeline:
                 group.cache.resumed = _nothing
         for queue in (self.to_scan, self.to_plan, self.to_transfer, self.ready):
             queue.clear()
+        self.closed = True  # at last: where Ctrl-C comes before, the next one who closes goes on
 
 
 def _nothing() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import optim
+from ..interrupt import interrupt_later
 from ..lookups import Lookups
 from ..machine import available_bytes
 from . import cpu_kernels as kernels
@@ -335,14 +336,16 @@ class CpuDriver(Driver):
             for lo, hi in waiting:
                 kernel(lo, hi)
 
-        pool = self._threads()
-        futures = [pool.submit(work) for _ in range(helpers)]
-        try:
-            work()
-        finally:
-            for future in futures:
-                if not future.cancel():  # not started yet: nothing is left for it
-                    future.result()
+        # Ctrl-C waits: it would leave an update half made, and inside `submit` one of the pool's locks locked for ever.
+        with interrupt_later():
+            pool = self._threads()
+            futures = [pool.submit(work) for _ in range(helpers)]
+            try:
+                work()
+            finally:
+                for future in futures:
+                    if not future.cancel():  # not started yet: nothing is left for it
+                        future.result()
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None or self._pool_process != os.getpid():  # threads do not survive a fork

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..interrupt import interrupt_later
 from .claims import give_up, new_claims
 
 Kernel = Callable[[int, int, np.ndarray], Any]
@@ -52,19 +53,14 @@ class _Helper:
         if self._asleep.locked():
             self._asleep.release()
 
-    def leave(self) -> bool:
-        """Come back when the thread has left its job, and never begins it any more; whether Ctrl-C came meanwhile.
+    def leave(self) -> None:
+        """Come back when the thread has left its job, and never begins it any more.
 
-        That does not end it: it takes a member's time at most, and only then nobody writes to what the job writes to.
+        It takes a member's time at most, and only then nobody writes to what the job writes to.
         """
-        interrupted = False
-        while True:
-            try:
-                self.job = None
-                with self._busy:
-                    return interrupted
-            except KeyboardInterrupt:
-                interrupted = True
+        self.job = None
+        with self._busy:
+            pass
 
     def end(self) -> None:
         self._ended = True
@@ -100,24 +96,25 @@ class Team:
 
     def run(self, kernel: Kernel, workers: int, *members: int) -> Any:
         """`kernel` on that many workers, which share phases of so many members; the result, or the first error, and
-        then no worker is in the kernel any more."""
-        job = _Job(kernel, workers, new_claims(*members))
-        helpers = self._begun()[: workers - 1] if workers > 1 else []
-        try:
-            for helper in helpers:
-                helper.wake(job)
-            result = job.run(0)
-            if job.error is not None:
-                raise job.error
-            return result
-        except BaseException:
-            give_up(job.claims)
-            if any([helper.leave() for helper in helpers]):
-                raise KeyboardInterrupt from None
-            raise
-        finally:
-            for helper in helpers:
-                helper.job = None
+        then no worker is in the kernel any more.  Ctrl-C waits until it ends."""
+        with interrupt_later():  # a thread may be half begun, or the first call compile
+            job = _Job(kernel, workers, new_claims(*members))
+            helpers = self._begun()[: workers - 1] if workers > 1 else []
+            try:
+                for helper in helpers:
+                    helper.wake(job)
+                result = job.run(0)
+                if job.error is not None:
+                    raise job.error
+                return result
+            except BaseException:
+                give_up(job.claims)
+                for helper in helpers:
+                    helper.leave()
+                raise
+            finally:
+                for helper in helpers:
+                    helper.job = None
 
     def _begun(self) -> list[_Helper]:
         if self._process != os.getpid():  # threads do not survive a fork
