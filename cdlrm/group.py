@@ -262,7 +262,7 @@ class Group:
             self.completed = self.planner.scanned - 1
 
     def mend(self) -> None:
-        """Before rows are looked up: finish the end of a look-ahead, or of a forward call, that Ctrl-C has interrupted."""
+        """Before rows are looked up: finish what Ctrl-C has interrupted, the end of a look-ahead or a forward call."""
         if self.attached is not None:
             if self.attached.stopped:
                 self.attached.close()

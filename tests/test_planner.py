@@ -469,6 +469,26 @@ def test_metadata_is_small(shards: int, skewed: bool) -> None:
                 planner.plan()
 
 
+def test_metadata_stays_small_while_ids_move_from_shard_to_shard() -> None:
+    rows, slots, shards = 100_000, 64_000, 16
+    rng, replay = np.random.default_rng(0), Replay(1, one_shard=False)
+    owner = np.array([k.shard_of(row, shards) for row in range(rows)])
+    planner = Planner(rows, slots, 1, shards)
+    batches: list[np.ndarray] = []
+    most = 0
+    for s in [*range(shards), 3, 0]:
+        own = np.flatnonzero(owner == s)
+        for _ in range(5):
+            batches.append(rng.choice(own, 5000))
+            planner.scan(batches[-1])
+            window = sum(np.unique(batch).size for batch in batches[max(0, planner.planned - 1) :])
+            most = max(most, window)
+            assert planner.metadata_bytes <= 8 * rows + 32 * planner.cache_rows + 16 * most + shards * 16_384
+            if planner.window > 2:
+                replay.apply(planner.plan(), batches[planner.planned - 1])
+                planner.check()
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_entry_numbers_wrap(shards: int) -> None:
     """Numbers are modulo 2^31; rows that were not seen for long are renumbered before they could look new."""

@@ -6,6 +6,8 @@ import numpy as np
 
 from . import kernels as k
 
+KEPT = 1024  # entries of a shard, 12 bytes each, for which no ring shrinks
+
 
 class Shards:
     """Shard `s` has row `s` of each array (of `ring` and `link`: `kernels.part`), and slots that are numbered from 1;
@@ -74,7 +76,11 @@ class Shards:
         tails = [int(self.start[s, int(self.regs[s, k.RELEASED]) & mask]) for s in range(self.number)]
         live = [self.places(s, tail, int(self.regs[s, k.HEAD])) for s, tail in enumerate(tails)]
         # Not all as large as the largest: ids may happen, or be made, to fall into few shards.
-        sizes = [max(self._ring_size(s), n.size + n.size // 5 + 2 * k.BLOCK) for s, n in enumerate(live)]
+        needed = [n.size + n.size // 5 + 2 * k.BLOCK for n in live]
+        kept = [max(self._ring_size(s), size) for s, size in enumerate(needed)]
+        # And into others later: rings shrink where kept ones would take more than 16 bytes an entry, and a constant.
+        enough = 4 * sum(n.size for n in live) // 3 + self.number * KEPT
+        sizes = kept if sum(kept) <= enough else needed
         ends = np.cumsum([size + 1 for size in sizes])
         starts = ends - sizes - 1
         for name in ("ring", "link"):
