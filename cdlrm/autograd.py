@@ -149,6 +149,9 @@ def _finite(module: Any, received: list[tuple[GroupCall, Tensor]]) -> Verdict:
     matrices = [matrix for _, matrix in by_dim.values()]
     verdict = first.group.driver.finite(matrices, raising, f"batch {first.call.step.batch}")
     if raising and verdict.known is False:
+        for each, _ in received:
+            if each.group.deferred is None and each.call is not None:
+                each.call.step.take()  # what came before in this step is not applied either, as on a GPU
         each, matrix = next((e, m) for e, m in by_dim.values() if not torch.isfinite(m).all())
         assert each.call is not None
         row, column = torch.nonzero(~torch.isfinite(matrix))[0].tolist()

@@ -290,3 +290,17 @@ def test_while_a_look_ahead_begins(bags: list[Any], monkeypatch: pytest.MonkeyPa
     assert bags[0].groups[0].attached is None
     assert not [t for t in threading.enumerate() if t not in before and t.name in ours()]
     same(bags)
+
+
+# ---- an error in a backward pass
+
+
+def test_a_gradient_that_is_not_finite_refuses_those_of_the_same_step(bags: list[Any]) -> None:
+    """`nothing was updated` is true also where the gradient of another call came first."""
+    before, (first, second) = bags[0].weight.clone(), (torch.arange(600), torch.arange(1000, 1600))
+    loss = (bags[0](first, OFFSETS) * float("inf")).sum() + bags[0](second, OFFSETS).sum()
+    with pytest.raises(cdlrm.NonFiniteGradientError, match="nothing was updated"):
+        loss.backward()
+    del loss
+    assert torch.equal(bags[0].weight, before)
+    same(bags)

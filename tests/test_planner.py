@@ -547,6 +547,15 @@ def test_everything_fits_no_evictions_no_waits() -> None:
         assert replay.fills == len({r for b in trace for r in b})
 
 
+def test_needs_victim_before_a_batch_is_scanned() -> None:
+    planner = Planner(100, 4, 0, 1)
+    planner.scan(np.arange(4))
+    planner.plan()
+    assert not planner.needs_victim()
+    planner.scan(np.arange(10, 14))
+    assert planner.needs_victim(), "what was told of no batch is not told of this one"
+
+
 def test_inputs_are_not_modified() -> None:
     rows = np.array([5, 1, 5, 2])
     planner = Planner(10, 4)

@@ -154,8 +154,9 @@ class Planner:
         return self._waiting[-1].distinct if self._waiting else 0
 
     def needs_victim(self) -> bool:
-        """Whether the next batch to plan has to evict a row (then it pays to scan on first)."""
-        if self._needs_victim is None and self._whole:  # the kernel must not see half changed arrays; plan() refuses
+        """Whether the next batch to plan has to evict a row (then it pays to scan on first); False if there is none."""
+        # The kernel must not see half changed arrays; plan() refuses.
+        if self._needs_victim is None and self._whole and self._waiting:
             shards = self._shards
             self._needs_victim = bool(k.need_victims(shards.meta, shards.ring, shards.start, shards.regs))
         return bool(self._needs_victim)
