@@ -300,7 +300,7 @@ def test_while_a_look_ahead_begins(bags: list[Any], monkeypatch: pytest.MonkeyPa
 def test_a_gradient_that_is_not_finite_refuses_those_of_the_same_step(bags: list[Any]) -> None:
     """`nothing was updated` is true also where the gradient of another call came first."""
     if bags[0].groups[0].driver.name != "cpu":
-        pytest.skip("a GPU tells it later: tests/test_gpu_driver.py")
+        pytest.skip("a GPU tells it later")
     before, (first, second) = bags[0].weight.clone(), (torch.arange(600), torch.arange(1000, 1600))
     loss = (bags[0](first, OFFSETS) * float("inf")).sum() + bags[0](second, OFFSETS).sum()
     with pytest.raises(cdlrm.NonFiniteGradientError, match="nothing was updated"):
