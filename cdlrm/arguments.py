@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,7 @@ def whole(flag: str, word: str | None, low: int) -> int | None:
 
 
 def check_file(flag: str, file: str | None, endings: tuple[str, ...] = ()) -> None:
-    """Before the work, not after it: the folder exists and the ending is one that can be written."""
+    """Before the work, not after it: the folder exists, the ending is one that can be written, and so is the file."""
     if file is None:
         return
     path = Path(file)
@@ -112,14 +114,29 @@ def check_file(flag: str, file: str | None, endings: tuple[str, ...] = ()) -> No
         raise ConfigError(f"{flag} {file}: its folder does not exist; create it first.")
     if endings and path.suffix not in endings:
         raise ConfigError(f"{flag} {file}: expected a name that ends in {' or '.join(endings)}.")
+    try:
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():  # not a device or a pipe
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {file}: cannot be written ({error.strerror}); name another file.") from error
+
+
+@contextlib.contextmanager
+def writing(flag: str, file: str | Path) -> Iterator[None]:
+    """Inside, `file`, which `flag` names, is written: raises DataError where that fails (a full disk)."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{flag} {file}: cannot be written ({error.strerror or error}).") from error
 
 
 def write_json(file: str, value: Any) -> None:
     """Into the file that `--json` names; raises DataError where it cannot be written."""
-    try:
-        Path(file).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--json {file}: cannot be written ({error.strerror}).") from error
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    with writing("--json", file):
+        Path(file).write_text(text, encoding="utf-8")
 
 
 def quiet_openmp() -> None:

@@ -66,21 +66,27 @@ def build_tables(config: TrainConfig, data: Datasets, chosen: list[str]) -> cdlr
     return collection
 
 
+def bottom_mlp(config: TrainConfig, num_dense: int) -> list[int]:
+    """Its layers' sizes, on data with `num_dense` dense columns; raises ConfigError where it starts with others."""
+    if config.arch_mlp_bot is None:
+        return [num_dense, 128, 64, config.arch_sparse_feature_size]
+    bottom = dashed("--arch-mlp-bot", config.arch_mlp_bot)
+    if bottom[0] != num_dense:
+        raise ConfigError(
+            f"--arch-mlp-bot {config.arch_mlp_bot}: the data has {num_dense} dense columns, so it must start with "
+            f"{num_dense}."
+        )
+    return bottom
+
+
 def build_model(config: TrainConfig, data: Datasets, tables: cdlrm.EmbeddingBagCollection, chosen: list[str]) -> DLRM:
     """The DLRM over the tables, on their device; its bottom MLP must start with the number of dense columns."""
     dim = config.arch_sparse_feature_size
+    bottom = bottom_mlp(config, data.num_dense)
     if config.arch_mlp_bot is None:
-        bottom = [data.num_dense, 128, 64, dim]
         chosen.append(
             f"bottom MLP: {'-'.join(map(str, bottom))}, from the {data.num_dense} dense columns to dim {dim} "
             "(--arch-mlp-bot)."
-        )
-    else:
-        bottom = dashed("--arch-mlp-bot", config.arch_mlp_bot)
-    if bottom[0] != data.num_dense:
-        raise ConfigError(
-            f"--arch-mlp-bot {config.arch_mlp_bot}: the data has {data.num_dense} dense columns, so it must start with "
-            f"{data.num_dense}."
         )
     model = DLRM(
         tables,

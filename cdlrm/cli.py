@@ -80,6 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         sys.stderr.write(f"error: {in_flags(str(error))}\n")
         return 2 if isinstance(error, ConfigError) else 1
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11, while a dataclass is imported
+            raise
+        sys.stderr.write("interrupted.\n")
+        return 130
 
 
 def _run(arguments: list[str]) -> int:

@@ -206,6 +206,22 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert facts["cpus"] >= 1 and facts["packages"]["torch"] and facts["memory_bytes"] > 2**28
 
 
+def test_ctrl_c_while_modules_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python 3.11 raises RuntimeError for what comes while a dataclass is made; other ones are faults."""
+
+    def fail(arguments: list[str]) -> int:
+        raise RuntimeError("Error calling __set_name__") from cause
+
+    monkeypatch.setattr("cdlrm.cli._run", fail)
+    cause: BaseException = KeyboardInterrupt()
+    assert main(["info"]) == 130 and capsys.readouterr().err == "interrupted.\n"
+    cause = ValueError()
+    with pytest.raises(RuntimeError):
+        main(["info"])
+
+
 def test_ctrl_c_reports_and_exits_130(tmp_path: Path) -> None:
     """As a user: `python -m cdlrm` in a process of its own, SIGINT in the middle of training."""
     file = tmp_path / "report.json"

@@ -350,6 +350,13 @@ def test_bad_traces(tmp_path: Path) -> None:
     refused("null.parquet", "trace [^ ]*: an epoch is null", "5")
     pq.write_table(pa.table({**two, "epoch": ["a", "b"]}), tmp_path / "words.parquet")
     refused("words.parquet", "the column `epoch` does not hold integers", "5")
+    pq.write_table(pa.table({**two, "epoch": pa.array([0, 2**40])}), tmp_path / "late.parquet")
+    refused("late.parquet", "an epoch does not fit int32", "5")
+    for names in ([["a"], ["b"]], ["a", "a"], [1, 2], {"a": 1}, "ab"):
+        said = {"cdlrm.table_rows": "[3, 3]", "cdlrm.tables": json.dumps(names)}
+        schema = pa.schema([("rows", pa.list_(pa.int64()))], metadata=said)
+        pq.write_table(pa.table(two, schema=schema), tmp_path / "names.parquet")
+        refused("names.parquet", "the names of its tables .* must be a list of different words")
 
 
 def test_an_empty_trace_is_said() -> None:
@@ -370,11 +377,15 @@ BAD = {
     "--cache-ratio 0": "above 0",
     "--cache-ratio 1.5": "at most 1",
     "--cache-ratio nan": "above 0",
-    "--curve 1": "at least 2",
+    "--curve 1": "--curve 1: must be 0 (no curve) or from 2 to 4096 cache sizes.",
+    "--curve 9999999999": "from 2 to 4096 cache sizes.",
     "--workers 0": "at least 1",
     "--figure x.bmp": ".png or .svg",
     "--out /no/such/folder/x": "folder does not exist",
     "--record x.npz": ".parquet",
+    "--record /proc/x.parquet": "--record /proc/x.parquet: cannot be written",
+    "--out /proc/x.jsonl": "--out /proc/x.jsonl: cannot be written",
+    "--figure /proc/x.png": "--figure /proc/x.png: cannot be written",
     "--trace x.parquet": "leave one of them out",
     "--cache-row 3": "did you mean --cache-rows?",
     "--horizon": "at least one argument",
@@ -451,6 +462,26 @@ def test_recording_that_fails_leaves_no_file(tmp_path: Path) -> None:
     recorder.add(BatchRows(trace.data[0], 0))
     recorder.close(keep=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found while writing: before, it was possible."""
+    (tmp_path / "t.parquet.part").mkdir()
+    (tmp_path / "o.jsonl.part").mkdir()
+    for flag, name in (("--record", "t.parquet"), ("--out", "o.jsonl")):
+        assert main(["simulate", *SMALL, "--num-batches", "4", "--no-progress", flag, str(tmp_path / name)]) == 1
+        said = capsys.readouterr().err
+        assert f"{flag} {tmp_path / name}: cannot be written" in said and said.count("\n") == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"t.parquet.part", "o.jsonl.part"}
+
+
+def test_a_trace_that_ends_in_an_error_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts = [0, 2, 4]
+    np.savez(tmp_path / "t.npz", rows=[1, 2, 3, 12], starts=starts, table_rows=[9])
+    flags = ["--record", str(tmp_path / "r.parquet"), "--out", str(tmp_path / "o.jsonl"), "--no-progress"]
+    assert main(["simulate", "--trace", str(tmp_path / "t.npz"), *flags]) == 1
+    assert "lookup 1 of batch 1 is row 12" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["t.npz"]
 
 
 def test_a_horizon_that_is_raised_to_the_depth_is_told(capsys: pytest.CaptureFixture[str]) -> None:

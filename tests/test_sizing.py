@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cdlrm.sizing.calibrate as calibrate_module
 import cdlrm.sizing.measure as measure_module
+from cdlrm.assemble import TABLE_OPTIMIZERS
 from cdlrm.cli import main
 from cdlrm.config import TrainConfig
 from cdlrm.errors import ConfigError, DataError
@@ -23,7 +26,7 @@ from cdlrm.sizing.measure import Case
 from cdlrm.sizing.model import Prediction, contended, fill_seconds, padded, pipeline, predict, stages_of
 from cdlrm.sizing.profiles import GPUS, Profile, gpu_profile, interpolate, load_profile, save_profile
 from cdlrm.sizing.traffic import Ids, everything_resident, read_ids, run_planner, run_planners
-from cdlrm.sizing.work import Moves, Shape, dense_counts, shape_of
+from cdlrm.sizing.work import Moves, Shape, dense_counts, shape_of, units_by_stage
 
 SHAPE = Shape(1000, 4, 16, 1, "rowwise-adagrad", (13, 32, 16), (26, 8, 1), 10)
 GPU = gpu_profile("rtx4090")
@@ -57,7 +60,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
                "WHOLE_BATCHES": 8}  # fmt: skip
     for name, value in smaller.items():
         patch.setattr(measure_module, name, value)
-    patch.setattr(calibrate_module, "CASES", (*cases, Case(64, 16, "adagrad", 1.0, 0.1), Case(64, 8, "sgd", 1.0, 1.0)))
+    others = (Case(64, 16, "adagrad", 1.0, 0.1), Case(64, 16, "adam", 1.0, 0.1), Case(64, 8, "sgd", 1.0, 1.0))
+    patch.setattr(calibrate_module, "CASES", (*cases, *others))
     patch.setattr(calibrate_module, "WHOLE_CASES", (Case(64, 16, "sgd", 1.0, 0.1),))
     patch.setattr(calibrate_module, "DENSE_CASES", ((64, 26, 16, (32,), (32, 1)), (256, 26, 16, (32,), (32, 1))))
     shares: list[float] = []
@@ -338,11 +342,29 @@ def test_bad_profiles(tmp_path: Path) -> None:
         refused(json.dumps({**values, name: -1}), f"{name} is -1")
     refused(json.dumps({**values, "tf32_tflops": 0}), "tf32_tflops is 0")
     refused(json.dumps({**values, "kind": "cpu"}), "costs of the stage 'plan'")
+    for cores in (True, 2.5):
+        refused(json.dumps({**values, "cores": cores}), f"cores is {cores}")
+    refused(json.dumps({**values, "name": 5}), "name is 5")
+    refused(json.dumps({**values, "host_record_gb_per_s": {"64": math.nan}}), "a number above 0 for at least one")
+    units = {stage: dict.fromkeys(names, 1e-9) for stage, names in units_by_stage().items()}
+    costs: dict[str, Any] = {stage: {"wall": unit, "core": unit} for stage, unit in units.items()}
+    file.write_text(json.dumps({**values, "kind": "cpu", "costs": costs}))
+    assert load_profile(str(file)).costs == costs
+    fewer = {name: 1e-9 for name in units["update"] if name != "adam_value"}
+    for wrong in ([], 5, None, {"wall": 3, "core": 4}, {"wall": [1], "core": [1]}, {"wall": units["update"]},
+                  {"wall": fewer, "core": fewer}, {"wall": {**fewer, "adam_value": "x"}, "core": fewer},
+                  {"wall": {**fewer, "adam_value": -1}, "core": fewer}):  # fmt: skip
+        refused(json.dumps({**values, "kind": "cpu", "costs": {**costs, "update": wrong}}), "the stage 'update'")
+    refused(json.dumps({**values, "kind": "cpu", "costs": [1]}), "costs of the stage 'plan'")
     with pytest.raises(ConfigError, match="rtx4090"):
         gpu_profile("voodoo2")
 
 
 # --- this machine ---
+
+
+def test_every_optimizer_is_calibrated() -> None:
+    assert {case.optimizer for case in calibrate_module.CASES} == set(TABLE_OPTIMIZERS)
 
 
 def test_a_calibrated_profile_predicts_every_stage(measured: Profile, tmp_path: Path) -> None:
@@ -446,6 +468,9 @@ BAD = {
     "--gpu l4 --trace none.npz": "leave one of them out",
     "--gpu l4 --cache-row 3": "did you mean --cache-rows?",
     "--gpu l4 --arch-mlp-top 8-2": "must be 1",
+    "--gpu l4 --arch-mlp-bot 5-16": "--arch-mlp-bot 5-16: the data has 13 dense columns, so it must start with 13.",
+    "--gpu l4 --json /proc/x": "--json /proc/x: cannot be written",
+    "--gpu cpu --cache-rows 0": "--cache-rows 0: must be at least 1.",
 }
 
 

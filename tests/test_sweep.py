@@ -158,7 +158,7 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "notes.txt"
-    for text in ("my notes\n", "my notes", '{"a": 1}\n'):
+    for text in ("my notes\n", "my notes", '{"a": 1}\n', '{"a": 1}', '{"kept": 1', '{"keys": []}'):
         out.write_text(text)
         assert main([*RUN, "--simulate", "--out", str(out)]) == 1
         assert "is not of a sweep" in capsys.readouterr().err
@@ -232,6 +232,8 @@ BAD = {
     "--repeats 2 --simulate": "leave --repeats out",
     "--figure-format pdf": "png or svg",
     "--out /no/such/folder/s.jsonl": "folder does not exist",
+    "--out /proc/s.jsonl": "--out /proc/s.jsonl: cannot be written",
+    "--arch-mlp-bot 5-8-16": "13 dense columns, so it must start with 13",
     "--checkpoint-dir x": "not a known flag",
     "--cache-ratios 0.1": "did you mean --cache-ratio?",
 }

@@ -22,6 +22,7 @@ from ..arguments import (
     number_list,
     settings_of,
     whole,
+    writing,
 )
 from ..config import TrainConfig, flag_of
 from ..errors import ConfigError
@@ -117,6 +118,7 @@ def run_simulate(found: argparse.Namespace) -> int:
     workers = whole("--workers", found.workers, 1)
     check_file("--out", found.out)
     check_file("--figure", found.figure, (".png", ".svg"))
+    check_file("--record", found.record, (".parquet",))
     config, trace = open_trace(found)
     grid.caches(trace.num_rows, 1)  # refuse impossible sizes before anything is written
     if found.figure is not None:
@@ -143,7 +145,8 @@ def run_simulate(found: argparse.Namespace) -> int:
     if found.figure is not None:
         from .figure import draw
 
-        draw(simulation, Path(found.figure))
+        with writing("--figure", found.figure):
+            draw(simulation, Path(found.figure))
     sys.stdout.write(render(simulation, seconds, proposals) + "\n")
     if low := grid.below_depth():
         asked = ", ".join(map(str, low))
@@ -217,16 +220,17 @@ def _proposals(trace: Any, simulation: Any, workers: int | None, check: bool) ->
 
 def _write_lines(file: Path, simulation: Any, proposals: dict[int, dict[str, Any]]) -> None:
     common = {key: value for key, value in simulation.summary.items() if key != "tables"}
-    part = file.with_name(file.name + ".part")
-    with part.open("w", encoding="utf-8") as stream:
-        for number, result in enumerate(simulation.results):
-            line = {**result, **common}
-            if result["fills_by_table"] is not None:
-                line["tables"] = simulation.summary["tables"]
-            if number in proposals:
-                line["resident_proposal"] = proposals[number]
-            stream.write(json.dumps(line, allow_nan=False) + "\n")
-    part.replace(file)
+    part, text = file.with_name(file.name + ".part"), ""
+    for number, result in enumerate(simulation.results):
+        line = {**result, **common}
+        if result["fills_by_table"] is not None:
+            line["tables"] = simulation.summary["tables"]
+        if number in proposals:
+            line["resident_proposal"] = proposals[number]
+        text += json.dumps(line, allow_nan=False) + "\n"
+    with writing("--out", file):
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
 
 
 def render(simulation: Any, seconds: float, proposals: dict[int, dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("figures need matplotlib: pip install 'cdlrm[plot]', or leave --figure out.") from error
+        raise ConfigError("figures need matplotlib: pip install matplotlib, or ask for none.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -25,6 +25,7 @@ from .uses import Stretch, Uses
 POLICIES = ("lru", *policies.POLICIES, "min")
 STRETCH_LOOKUPS = 1 << 21  # enough that starting threads costs nothing
 STRETCH_BATCHES = 4096
+LONGEST_CURVE = 4096  # each size of MIN's is a cache of its own
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Grid:
                             ("--policy", self.policy)):  # fmt: skip
             if not given:
                 raise ConfigError(f"{flag}: the grid is empty; give at least one value.")
-        if self.curve < 0 or self.curve == 1:
-            raise ConfigError(f"--curve {self.curve}: must be 0 (no curve) or at least 2 cache sizes.")
+        if self.curve != 0 and not 2 <= self.curve <= LONGEST_CURVE:
+            raise ConfigError(f"--curve {self.curve}: must be 0 (no curve) or from 2 to {LONGEST_CURVE} cache sizes.")
 
     def sizes(self, num_rows: int) -> list[int]:
         """Cache sizes in rows, rising; a ratio is of all `num_rows`, rounded up as `cdlrm train` does."""

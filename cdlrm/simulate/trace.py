@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arguments import writing
 from ..config import TrainConfig, dashed
 from ..datasets import open_datasets
 from ..errors import ConfigError, DataError
@@ -106,6 +107,8 @@ class FileTrace(Trace):
             rows, names = readers[self.file.suffix]()
             if not isinstance(rows, list) or not all(type(n) is int and n > 0 for n in rows):
                 raise ValueError("the rows of its tables must be a list of integers above 0")
+            if not isinstance(names, list) or len({name for name in names if isinstance(name, str)}) != len(names):
+                raise ValueError("the names of its tables (cdlrm.tables) must be a list of different words")
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(f"--trace {file}: not a trace: {_line(error)}.") from error
         if table_rows is not None:
@@ -113,8 +116,7 @@ class FileTrace(Trace):
         if not rows or min(rows) < 1:
             raise ConfigError(f"--trace {file}: it does not say how many rows the tables have; give --table-rows.")
         self.table_rows = list(rows)
-        named = isinstance(names, list) and len(names) == len(rows)
-        self.names = names if named else [f"t{i}" for i in range(len(rows))]
+        self.names = names if len(names) == len(rows) else [f"t{i}" for i in range(len(rows))]
         if self.batches == 0:
             raise DataError(f"--trace {file}: it has no batches; record one with --record.")
         self.check_size()
@@ -172,6 +174,8 @@ class FileTrace(Trace):
                     if "epoch" in wanted and piece.column("epoch").null_count:
                         raise DataError(f"--trace {self.file}: an epoch is null; every batch needs one, or none has.")
                     epochs = piece.column("epoch").to_numpy() if "epoch" in wanted else np.zeros(len(lists), np.int32)
+                    if epochs.size and not -(2**31) <= int(epochs.min()) <= int(epochs.max()) < 2**31:
+                        raise DataError(f"--trace {self.file}: an epoch does not fit int32; number them from 0 on.")
                     for b in range(len(lists)):
                         yield values[starts[b] : starts[b + 1]], int(epochs[b])
 
@@ -219,22 +223,22 @@ def _whole_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 class Recorder:
-    """Writes a trace as Parquet, piece by piece; the file appears when `close` is called."""
+    """Writes a trace as Parquet, piece by piece; the file appears when `close` is called.
+
+    Raises DataError where it cannot be written.
+    """
 
     def __init__(self, file: str, trace: Trace) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self._file, self._part = Path(file), Path(f"{file}.part")
-        if self._file.suffix != ".parquet":
-            raise ConfigError(f"--record {file}: the trace is written as Parquet; name a file that ends in .parquet.")
-        if not self._file.resolve().parent.is_dir():
-            raise ConfigError(f"--record {file}: its folder does not exist; create it first.")
         said = {"cdlrm.table_rows": json.dumps(trace.table_rows), "cdlrm.tables": json.dumps(trace.names)}
         fields = [("rows", pa.list_(pa.int64())), ("epoch", pa.int32())]
         self._schema = pa.schema(fields, metadata=said)
         # row numbers have no runs or common prefixes worth the time of an encoder
-        self._writer = pq.ParquetWriter(self._part, self._schema, use_dictionary=False, compression="none")
+        with writing("--record", file):
+            self._writer = pq.ParquetWriter(self._part, self._schema, use_dictionary=False, compression="none")
         self._waiting: list[BatchRows] = []
         self._lookups = 0
         self.batches = 0
@@ -254,15 +258,19 @@ class Recorder:
         starts = np.concatenate([[0], np.cumsum([batch.rows.size for batch in self._waiting])]).astype(np.int32)
         rows = pa.ListArray.from_arrays(starts, np.concatenate([batch.rows for batch in self._waiting]))
         epochs = pa.array([batch.epoch for batch in self._waiting], pa.int32())
-        self._writer.write_table(pa.Table.from_arrays([rows, epochs], schema=self._schema))
+        with writing("--record", self._file):
+            self._writer.write_table(pa.Table.from_arrays([rows, epochs], schema=self._schema))
         self._waiting, self._lookups = [], 0
 
     def close(self, keep: bool = True) -> None:
         """Finish the file, or (`keep=False`, after an error; or no batch came) remove what was written."""
         with interrupt_later():
-            self._write()
-            self._writer.close()
-            if keep and self.batches:
-                self._part.replace(self._file)
-            else:
+            try:
+                if keep:
+                    self._write()
+                with writing("--record", self._file):
+                    self._writer.close()
+                    if keep and self.batches:
+                        self._part.replace(self._file)
+            finally:
                 self._part.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..simulate.command import Bar, add_trace, open_trace
 
 if TYPE_CHECKING:
+    from ..simulate.trace import Trace
     from .answer import Answer, Row
     from .profiles import Profile
     from .traffic import Ids
@@ -177,7 +178,7 @@ def _profile(found: argparse.Namespace) -> Profile:
 def run_plan(found: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     check_file("--json", found.json)
-    profile = _profile(found)
+    quiet_openmp()  # `--gpu cpu` measures
     from ..simulate.grid import Grid
     from .answer import Question, answer
     from .traffic import read_ids
@@ -190,6 +191,7 @@ def run_plan(found: argparse.Namespace) -> int:
     config, trace = open_trace(found, plan_fields(), BESIDE_TRACE)
     asked = bool(grid.cache_rows or grid.cache_ratio)
     sizes = (grid if asked else Grid(cache_ratio=list(DEFAULT_RATIOS))).sizes(trace.num_rows)
+    profile = _profile(found)  # after what may be refused: measuring takes a minute
     with Bar(trace.batches, found.progress, "read") as bar:
         ids = read_ids(trace, bar.update)
     config = _with_batch_size(found, config, ids, len(trace.names))
@@ -203,10 +205,13 @@ def run_plan(found: argparse.Namespace) -> int:
     return 0
 
 
-def _num_dense(config: TrainConfig, trace: Any) -> int:
-    if config.arch_mlp_bot is not None:
-        return int(config.arch_mlp_bot.split("-")[0])
-    return int(trace.source.num_dense) if hasattr(trace, "source") else 13
+def _num_dense(config: TrainConfig, trace: Trace) -> int:
+    """Dense columns of the data; a recorded trace has none, so as many as the bottom MLP takes, or Criteo's 13."""
+    from ..simulate.trace import SourceTrace
+
+    if isinstance(trace, SourceTrace):
+        return trace.source.num_dense
+    return 13 if config.arch_mlp_bot is None else int(config.arch_mlp_bot.split("-")[0])
 
 
 def _with_batch_size(found: argparse.Namespace, config: TrainConfig, ids: Ids, features: int) -> TrainConfig:

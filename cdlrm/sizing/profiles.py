@@ -7,12 +7,14 @@ Every figure that is not exact has its source in `sources`.  GPU profiles carry 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
+from .work import units_by_stage
 
 GB = 10**9
 FORMAT = 1
@@ -225,27 +227,44 @@ _POSITIVE = {
     ),
 }  # fmt: skip
 _NOT_NEGATIVE = ("launch_us", "background_cost", "spread")
-STAGES = ("plan", "resident", "transfer", "lookup", "update", "dense")
-"""Of a measured machine, in `costs`."""
 
 
 def _check(profile: Profile, where: str) -> None:
     """Raises DataError naming the figure that cannot be."""
     if profile.kind not in _POSITIVE:
         raise DataError(f"{where}: kind {profile.kind!r} is unknown; expected gpu or cpu.")
+    if not isinstance(profile.name, str):
+        raise DataError(f"{where}: name is {profile.name!r}; it must be a word.")
     for name in _POSITIVE[profile.kind]:
         value: Any = getattr(profile, name)
-        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if not _not_negative(value) or not value:
             raise DataError(f"{where}: {name} is {value!r}; it must be a number above 0.")
+    for name in ("cores", "host_memory_bytes", "device_memory_bytes"):
+        value = getattr(profile, name)
+        if not isinstance(value, int):
+            raise DataError(f"{where}: {name} is {value!r}; it must be a whole number.")
     for name in _NOT_NEGATIVE:
         value = getattr(profile, name)
-        if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        if not _not_negative(value):
             raise DataError(f"{where}: {name} is {value!r}; it must be a number, 0 or more.")
     tables = ("host_record_gb_per_s", *(("zero_copy_share",) if profile.kind == "gpu" else ()))
     for name in tables:
-        if not getattr(profile, name) or min(getattr(profile, name).values()) <= 0:
+        rates = getattr(profile, name)
+        if not rates or not all(_not_negative(rate) and rate for rate in rates.values()):
             raise DataError(f"{where}: {name} must give a number above 0 for at least one record size.")
     if profile.kind == "cpu":
-        for stage in STAGES:
-            if set(profile.costs.get(stage, {})) != {"wall", "core"}:
-                raise DataError(f"{where}: the costs of the stage {stage!r} are missing; run `cdlrm calibrate` again.")
+        for stage, units in units_by_stage().items():
+            for kind in ("wall", "core"):
+                given: list[Any] = [None]
+                with contextlib.suppress(KeyError, TypeError):
+                    given = [profile.costs[stage][kind][unit] for unit in units]
+                if not all(_not_negative(cost) for cost in given):
+                    raise DataError(
+                        f"{where}: the costs of the stage {stage!r} are missing or no numbers of 0 or more; run `cdlrm "
+                        "calibrate` again."
+                    )
+
+
+def _not_negative(value: Any) -> bool:
+    """Whether it is a finite number, 0 or more."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")

@@ -59,11 +59,13 @@ class Shape:
 
 
 def shape_of(config: TrainConfig, features: int, num_dense: int) -> Shape:
-    """The shape of `cdlrm train` with these settings on data of `features` tables and `num_dense` dense columns."""
-    from ..assemble import TABLE_OPTIMIZERS
+    """The shape of `cdlrm train` with these settings on data of `features` tables and `num_dense` dense columns.
+
+    Raises ConfigError where `--arch-mlp-bot` does not fit them.
+    """
+    from ..assemble import TABLE_OPTIMIZERS, bottom_mlp
 
     dim = config.arch_sparse_feature_size
-    bottom = (num_dense, 128, 64, dim) if config.arch_mlp_bot is None else dashed("--arch-mlp-bot", config.arch_mlp_bot)
     vectors = features + 1
     dot = config.arch_interaction_op == "dot"
     pairs = vectors * (features + 2 * int(config.arch_interaction_itself)) // 2 if dot else 0
@@ -71,7 +73,8 @@ def shape_of(config: TrainConfig, features: int, num_dense: int) -> Shape:
     return Shape(
         batch_size=config.mini_batch_size, features=features, dim=dim,
         state_width=TABLE_OPTIMIZERS[config.optimizer](lr=1.0).state_width(dim), optimizer=config.optimizer,
-        mlp_bot=tuple(bottom), mlp_top=(width, *dashed("--arch-mlp-top", config.arch_mlp_top)), pairs=pairs,
+        mlp_bot=tuple(bottom_mlp(config, num_dense)),
+        mlp_top=(width, *dashed("--arch-mlp-top", config.arch_mlp_top)), pairs=pairs,
     )  # fmt: skip
 
 
@@ -139,4 +142,20 @@ def dense_counts(shape: Shape) -> Counts:
         "vector_value": float(size * vectors * shape.dim),
         "pair": float(pairs),
         "pair_flop": 6.0 * size * vectors**2 * shape.dim if pairs else 0.0,
+    }
+
+
+def units_by_stage() -> dict[str, set[str]]:
+    """What a measured machine's profile gives costs for: the units of work of each stage, of every optimizer."""
+    from ..assemble import TABLE_OPTIMIZERS
+
+    moves = Moves(1, 1, 1, 1, 1)
+    shapes = [Shape(1, 1, 1, 0, optimizer, (1, 1), (1, 1), 1) for optimizer in TABLE_OPTIMIZERS]
+    return {
+        "plan": {*plan_counts(moves)},
+        "resident": {*resident_counts(moves)},
+        "transfer": {*fill_counts(shapes[0], moves), *write_counts(shapes[0], moves)},
+        "lookup": {*lookup_counts(shapes[0], moves)},
+        "update": {unit for shape in shapes for unit in update_counts(shape, moves)},
+        "dense": {*dense_counts(shapes[0])},
     }

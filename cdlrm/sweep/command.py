@@ -112,14 +112,12 @@ def run_sweep(found: argparse.Namespace) -> int:
     file = Path(found.out)
     done = {line["key"] for line in read_lines(file)}
     todo = [point for point in points if point.key() not in done]
-    append, stopped = Appender(file), False
+    stopped = False
     try:
         with Bar(len(points), len(points) - len(todo), found.progress) as bar:
-            (simulate_points if found.simulate else train_points)(todo, append, bar.advance)
+            (simulate_points if found.simulate else train_points)(todo, Appender(file), bar.advance)
     except (Stopped, KeyboardInterrupt):
         stopped = True
-    finally:
-        append.close()
     wanted = {point.key() for point in points}
     lines = [line for line in read_lines(file) if line["key"] in wanted]
     text = [render(lines), f"{len(lines)} of {len(points)} runs are in {file}, {len(points) - len(todo)} from before."]

@@ -21,7 +21,7 @@ class Measure(NamedTuple):
     unit: str
     axis: str
     value: Callable[[Line], float | None]
-    reference: Callable[[Line], float | None] | None = None  # a dashed curve beside each, the same for all horizons
+    reference: Callable[[Line], float | None] | None = None  # a dotted line beside each, the same for all horizons
     reference_name: str = ""
 
 

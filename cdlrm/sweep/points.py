@@ -15,6 +15,8 @@ from ..errors import ConfigError, DataError
 TIED = "horizon"
 """Value of `--prefetch-depth`: one parameter for both, as caches that prefetch all they know of."""
 DEEPEST = 64
+BEGINNING = b'{"key": '
+"""Of every line: so a line that was cut off is told from the end of somebody else's file."""
 SWEPT = ("mini_batch_size", "arch_sparse_feature_size", "cache_rows", "cache_ratio", "horizon", "prefetch_depth")
 
 
@@ -97,9 +99,10 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DataError(f"--out {file}: line {number} is not of a sweep; name another file.") from error
         lines.append(line)
-    if whole < len(data):
-        if not lines and not data.lstrip().startswith(b"{"):
-            raise DataError(f"--out {file}: line 1 is not of a sweep; name another file.")
+    rest = data[whole:]
+    if rest[: len(BEGINNING)] != BEGINNING[: len(rest)]:
+        raise DataError(f"--out {file}: line {len(lines) + 1} is not of a sweep; name another file.")
+    if rest:
         with file.open("r+b") as stream:
             stream.truncate(whole)
     return lines

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..arguments import writing
 from ..config import TrainConfig
 from ..datasets import open_datasets
 from ..progress import Listener
@@ -22,18 +23,20 @@ class Stopped(Exception):
 
 
 class Appender:
-    """Appends whole lines, each on disk before the next run begins."""
+    """Appends whole lines, each on disk before the next run begins.  The file is made with the first line.
+
+    Raises DataError where it cannot be written.
+    """
 
     def __init__(self, file: Path) -> None:
-        self._stream = file.open("a", encoding="utf-8")
+        self._file = file
 
     def __call__(self, line: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(jsonable(line), allow_nan=False) + "\n")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-
-    def close(self) -> None:
-        self._stream.close()
+        text = json.dumps(jsonable(line), allow_nan=False) + "\n"
+        with writing("--out", self._file), self._file.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 class _Share(Listener):
