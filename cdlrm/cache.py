@@ -12,7 +12,7 @@ trainer's kernels need no pause: a plan never touches a slot that the current ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class Cache:
         self.resumed: Callable[[], None] = lambda: None  # told when a pause ends
         self._lock = threading.RLock()  # see Pipeline.lock
         self._gate = threading.Condition(self._lock)
-        self._pauses: dict[int, int] = {}  # by thread
+        self._pauses: dict[Hashable, int] = {}  # by who asked for them: a thread, or the loans
         self._busy = False
         if rows:
             self._resize(rows, 0)
@@ -107,34 +107,35 @@ class Cache:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """No plan is executed inside the `with` block."""
-        self.hold()
+        me = threading.get_ident()
+        self.hold(me)
         try:
             yield
         finally:
-            self.let_go()
+            self._let_go(me)
 
-    def hold(self) -> None:
-        """Like entering `pause`; ends with `let_go`."""
-        me = threading.get_ident()
+    def hold(self, who: Hashable) -> None:
+        """Like entering `pause`; ends with `let_go_all`."""
         with interrupt_later(), self._lock:  # Ctrl-C inside the wait would leave the lock in disorder
-            self._pauses[me] = self._pauses.get(me, 0) + 1
+            self._pauses[who] = self._pauses.get(who, 0) + 1
             while self._busy:
                 self._gate.wait(WAIT_SECONDS)
 
-    def let_go(self) -> None:
-        me = threading.get_ident()
+    def _let_go(self, who: Hashable) -> None:
         with self._lock:
-            left = self._pauses.pop(me, 1) - 1  # none, after `let_go_all`
+            left = self._pauses.pop(who, 1) - 1  # none, after `let_go_all`
             if left:
-                self._pauses[me] = left
+                self._pauses[who] = left
         self.resumed()
 
-    def let_go_all(self) -> None:
-        """End the pauses of this thread that Ctrl-C has left: it may come between `hold` and what ends with `let_go`.
-        Outside of every pause only."""
-        if threading.get_ident() in self._pauses:
+    def let_go_all(self, who: Hashable) -> None:
+        """End what `who` holds, and the pauses of this thread that Ctrl-C has left: it may come between `hold` and what
+        ends it.  Outside of every pause only."""
+        me = threading.get_ident()
+        if who in self._pauses or me in self._pauses:
             with self._lock:
-                self._pauses.pop(threading.get_ident(), None)
+                self._pauses.pop(who, None)
+                self._pauses.pop(me, None)
             self.resumed()
 
     def mark_dirty(self, slots: np.ndarray) -> None:

@@ -36,7 +36,7 @@ class Loans:
             return rows
         if not self.holding:
             self.release()
-            self.cache.hold()
+            self.cache.hold(self)  # not this thread's: the step may end in another one
             self.holding = True
         distinct, inverse = np.unique(rows, return_inverse=True)
         slots = self._find(distinct)
@@ -71,14 +71,13 @@ class Loans:
         paused.  Outside of every pause only."""
         if self.holding or self.cache.lent:
             with interrupt_later():  # halfway, updates of lent rows would be lost
-                self.cache.hold()
                 try:
-                    self.cache.records.fence()
-                    self.cache.give_back()
+                    with self.cache.pause():
+                        self.cache.records.fence()
+                        self.cache.give_back()
                 finally:
                     self.holding = False
-                    self.cache.let_go()
-        self.cache.let_go_all()
+        self.cache.let_go_all(self)
 
     def _find(self, rows: np.ndarray) -> np.ndarray:
         """Where `rows` are on the device now, int32; -1: only in the store.  Paused only.

@@ -174,7 +174,7 @@ def test_just_when_a_plan_is_to_be_executed(bags: list[Any], monkeypatch: pytest
     same(bags)
 
 
-@pytest.mark.parametrize("where", ["give_back", "let_go"])
+@pytest.mark.parametrize("where", ["give_back", "_let_go"])
 def test_at_the_end_of_a_reading(bags: list[Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were lent for it are not taken for the newest ones later, and nothing is paused for ever."""
     if where == "give_back" and bags[0].groups[0].records.reads_apart:

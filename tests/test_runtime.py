@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -512,11 +513,12 @@ def test_evaluation_inside_a_training_step(rig: Callable[..., Rig]) -> None:
         r.oracle.backward(grad)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize(("depth", "elsewhere"), [(0, False), (1, False), (3, False), (1, True)])
 def test_ids_that_differ_from_those_announced(
-    rig: Callable[..., Rig], depth: int, caplog: pytest.LogCaptureFixture
+    rig: Callable[..., Rig], depth: int, elsewhere: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    r = rig()
+    """`elsewhere`: in another thread than the one that asks for the next batch."""
+    r, thread = rig(), ThreadPoolExecutor(1)
     other = np.random.default_rng(5)
     said = 0
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
@@ -528,7 +530,8 @@ def test_ids_that_differ_from_those_announced(
             inputs = random_inputs(other, TABLES, SHAPE)
             want = r.oracle.forward(inputs)
             grad = random_grad(r.grad_rng, want)
-            got, _ = train_step(r.ebc, to_torch(inputs), grad)
+            arguments = r.ebc, to_torch(inputs), grad
+            got, _ = thread.submit(train_step, *arguments).result() if elsewhere else train_step(*arguments)
             same_bits(got, want, f"unannounced ids at batch {j}")
             r.oracle.backward(grad)
             r.ebc.check()
