@@ -537,6 +537,7 @@ def test_ids_that_differ_from_those_announced(
             r.ebc.check()
         said = sum("announced" in str(w.message) for w in caught)
         said += sum("announced" in record.getMessage() for record in caplog.records)
+    thread.shutdown()
     assert r.ebc.stats()["unannounced"] == 13
     assert said == 1, "said once"
 
