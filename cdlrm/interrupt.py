@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # `signal` makes an enum of each handler, by way of an exception: 10 us at every kernel
 import signal
 import threading
 from collections.abc import Iterator
@@ -47,21 +48,26 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-@contextmanager
-def interrupt_later() -> Iterator[None]:
-    """Inside, SIGINT waits; it is delivered at the end.  For the main thread; others get none anyway.
+class interrupt_later:
+    """A context in which SIGINT waits; it is delivered at the end.  For the main thread; others get none anyway.
 
     An interrupt in the middle of `Thread.start` would leave a thread that can be neither used nor joined.
     """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous is None:
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+
+    __slots__ = ("_came", "_previous")
+
+    def __enter__(self) -> None:
+        self._came, self._previous = False, None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = _signal.getsignal(signal.SIGINT)
+            if self._previous is not None:
+                _signal.signal(signal.SIGINT, self._wait)
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous is not None:
+            _signal.signal(signal.SIGINT, self._previous)
+            if self._came:
+                signal.raise_signal(signal.SIGINT)
+
+    def _wait(self, number: int, frame: FrameType | None) -> None:
+        self._came = True

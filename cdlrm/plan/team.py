@@ -97,24 +97,28 @@ class Team:
     def run(self, kernel: Kernel, workers: int, *members: int) -> Any:
         """`kernel` on that many workers, which share phases of so many members; the result, or the first error, and
         then no worker is in the kernel any more.  Ctrl-C waits until it ends."""
-        with interrupt_later():  # a thread may be half begun, or the first call compile
-            job = _Job(kernel, workers, new_claims(*members))
-            helpers = self._begun()[: workers - 1] if workers > 1 else []
-            try:
-                for helper in helpers:
-                    helper.wake(job)
-                result = job.run(0)
-                if job.error is not None:
-                    raise job.error
-                return result
-            except BaseException:
-                give_up(job.claims)
-                for helper in helpers:
-                    helper.leave()
-                raise
-            finally:
-                for helper in helpers:
-                    helper.job = None
+        if workers == 1:  # nothing else runs, and inside a kernel Ctrl-C waits anyway
+            return kernel(0, 1, new_claims(*members))
+        with interrupt_later():  # a thread may be half begun
+            return self._run_together(_Job(kernel, workers, new_claims(*members)))
+
+    def _run_together(self, job: _Job) -> Any:
+        helpers = self._begun()[: job.workers - 1]
+        try:
+            for helper in helpers:
+                helper.wake(job)
+            result = job.run(0)
+            if job.error is not None:
+                raise job.error
+            return result
+        except BaseException:
+            give_up(job.claims)
+            for helper in helpers:
+                helper.leave()
+            raise
+        finally:
+            for helper in helpers:
+                helper.job = None
 
     def _begun(self) -> list[_Helper]:
         if self._process != os.getpid():  # threads do not survive a fork
