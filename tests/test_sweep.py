@@ -15,6 +15,7 @@ import pytest
 import cdlrm.sweep.run as run_module
 from cdlrm.cli import main
 from cdlrm.sweep.figures import MEASURES, SHAPE_MEASURES, shape_curves
+from cdlrm.sweep.points import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ["--arch-mlp-top", "8-1", "--synthetic-rows", "3000-500-7-10000-2", "--no-progress"]
@@ -258,6 +259,16 @@ def test_missing_data_are_told_before_anything_begins(
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "none.parquet" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_fails_is_named_and_those_before_it_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "s.jsonl"
+    assert main([*RUN, "--strict", "--cache-rows", "500", "5", "--horizon", "4", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: the run with cache 5 rows, horizon 4, depth 1,") and said.count("\n") == 1
+    assert [line["cache_rows"] for line in read_lines(out)] == [500]
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

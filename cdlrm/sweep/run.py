@@ -11,6 +11,7 @@ from typing import Any
 from ..arguments import writing
 from ..config import TrainConfig
 from ..datasets import open_datasets
+from ..errors import CdlrmError, ConfigError, retold
 from ..progress import Listener
 from ..report import jsonable
 from .points import Point
@@ -82,22 +83,31 @@ def check_data(points: Sequence[Point]) -> None:
 
 
 def train_points(points: Iterable[Point], append: Callable[[dict[str, Any]], None], advance: Advance) -> None:
-    """Real runs.  Raises Stopped after Ctrl-C; the run that was interrupted is not recorded."""
-    from ..train import train
-
+    """Real runs.  Raises Stopped after Ctrl-C; the run that was interrupted is not recorded.  The error of a run that
+    fails says which it was."""
     warm = False
     for point in points:
         if not warm:  # kernels are compiled or loaded here, not in the first point's times
-            report = train(TrainConfig.from_mapping({**point.config.to_mapping(), "num_batches": 3, "nepochs": 1}))
-            if report["interrupted"]:
-                raise Stopped
+            _train(point, TrainConfig.from_mapping({**point.config.to_mapping(), "num_batches": 3, "nepochs": 1}))
             warm = True
         share = _Share(advance)
-        report = train(point.config, share)
-        if report["interrupted"]:
-            raise Stopped
+        report = _train(point, point.config, share)
         append({**describe(point), **figures_of(point.config, report)})
         advance(1.0 - share.done)
+
+
+def _train(point: Point, config: TrainConfig, listener: Listener | None = None) -> dict[str, Any]:
+    from ..train import train
+
+    try:
+        report = train(config, listener)
+    except ConfigError:
+        raise  # names a flag
+    except CdlrmError as error:
+        raise retold(error, f"the run with {point.name()}: {error}") from error
+    if report["interrupted"]:
+        raise Stopped
+    return report
 
 
 def figures_of(config: TrainConfig, report: dict[str, Any]) -> dict[str, Any]:
