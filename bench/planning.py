@@ -188,7 +188,8 @@ def run(samples: int, zipf: float, cache_rows: int, horizon: int, timed: int, bo
             "two_dedupes_gain_median": round(float(np.median(possible)), 2),
             "two_threads_share_of_it": round(float(np.median(gain / possible)), 2),
             # of the batches in which the machine had two processors to give
-            "free_batches": int(free.sum()), "two_threads_gain_free": round(float(np.median(gain[free])), 2),
+            "free_batches": int(free.sum()),
+            "two_threads_gain_free": round(float(np.median(gain[free])), 2) if free.any() else None,
         }  # fmt: skip
     team.close()
     return result

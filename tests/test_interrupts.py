@@ -72,6 +72,16 @@ def once(patch: pytest.MonkeyPatch, owner: Any, name: str, before: Callable[...,
     patch.setattr(owner, name, pressed)
 
 
+def when_a_thread_has_started(patch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        start(thread)
+        press()
+
+    patch.setattr(threading.Thread, "start", started)
+
+
 def ours() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("cdlrm-reader", "cdlrm-plan", "cdlrm-transf"))]
 
@@ -117,14 +127,8 @@ def test_a_plan_on_several_threads_is_finished() -> None:
 
 def test_no_thread_is_left_half_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     before, team = set(threading.enumerate()), Team(3)
-    start = threading.Thread.start
-
-    def started(thread: threading.Thread) -> None:
-        start(thread)
-        press()
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", started)
+        when_a_thread_has_started(patch)
         with pytest.raises(KeyboardInterrupt):
             team.run(lambda worker, workers, claims: 0, 3, 1)
     team.close()
@@ -281,14 +285,9 @@ def test_while_a_look_ahead_ends(bags: list[Any], where: str, monkeypatch: pytes
 
 
 def test_while_a_look_ahead_begins(bags: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    before, start = set(threading.enumerate()), threading.Thread.start
-
-    def started(thread: threading.Thread) -> None:
-        start(thread)
-        press()
-
+    before = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", started)
+        when_a_thread_has_started(patch)
         with pytest.raises(KeyboardInterrupt):
             next(cdlrm.lookahead(bags[0], BATCHES, ids=lambda ids: (ids, OFFSETS)))
     assert bags[0].groups[0].attached is None
